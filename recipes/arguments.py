@@ -64,12 +64,6 @@ def new_file(text: str) -> Path:
     return Path(text)
 
 
-def may_be_an_id(text: str) -> bool:
-    """Returns whether a text has the form of a hub id, 'name' or 'owner/name'."""
-    parts = text.split("/")
-    return len(parts) <= 2 and all(part and part[0].isalnum() for part in parts)
-
-
 def load_pattern(text: str) -> ra.Pattern | ra.Calibration:
     """Returns the pattern of a text, or the calibration in a file that ends in .json."""
     return ra.Calibration.load(text) if text.endswith(".json") else ra.Pattern.parse(text)

@@ -1,9 +1,8 @@
 """The checkpoints of the recipes: whatever ends a run, and when, it goes on from a checkpoint that is whole.
 
-A checkpoint of `finetune.py` is written beside its name and renamed when all of it is there and on the disk, so every
-folder `checkpoint-STEP` was whole once; only then are surplus checkpoints renamed and deleted. It has a list of its files
-and their sizes, by which one that a disk damaged later is passed over. Transformers' Trainer writes to the name itself,
-and its state last. `Stop` makes a checkpoint of the step in which SIGTERM or Ctrl-C comes.
+A checkpoint of `finetune.py` is written beside its name and renamed when all of it is on the disk; then surplus checkpoints
+are renamed and deleted. It lists its files and their sizes, so that a damaged one is passed over. Transformers' Trainer writes
+to the name itself, and its state last. `Stop` makes a checkpoint of the step in which SIGTERM or Ctrl-C comes.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import shutil
 import signal
 import sys
 import zipfile
-from collections import UserDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +29,7 @@ from accelerate.utils import broadcast_object_list, gather
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 _NAME = re.compile(r"checkpoint-([0-9]+)")
 #: The last file of a checkpoint of `finetune.py`: the settings of its run, and the sizes of all other files in bytes.
@@ -68,10 +66,7 @@ def refuse_earlier(output: Path, resume: str, option: str) -> None:
 
 @contextmanager
 def own_run(output: Path, option: str) -> Iterator[None]:
-    """Keeps other runs from writing to a folder, which would mix the model of one with the optimizer of another.
-
-    All processes enter it together; if the folder is taken, or cannot be written to, all of them end.
-    """
+    """Keeps other runs from writing to a folder; all processes enter it together, and end together if it is taken."""
     lock, error = FileLock(output / ".lock"), None
     if PartialState().is_main_process:
         try:
@@ -92,10 +87,7 @@ def own_run(output: Path, option: str) -> Iterator[None]:
 
 @contextmanager
 def writing(what: str, folder: Path, remedy: str) -> Iterator[None]:
-    """Ends the program with the reason and the remedy if a disk is full or broken while the context writes.
-
-    Other processes that wait for this one then name it: see `ra.naming_lost_processes`.
-    """
+    """Ends the program with the reason and the remedy if a disk is full or broken while the context writes."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -110,7 +102,7 @@ def writing(what: str, folder: Path, remedy: str) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file beside its name and renames it, so that at any moment one of that name is whole: the old or the new."""
+    """Writes a file beside its name and renames it, so that the old or the new one is whole at any moment."""
     with writing(str(path), path.parent, "make space there, or name a file on another disk"):
         if path.exists() and not path.is_file():  # /dev/stdout, or a pipe
             path.write_text(text, encoding="utf-8")
@@ -205,11 +197,12 @@ def last_saved(output: Path, processes: int | None = None) -> Path:
         return last
     faults = [f"; {path.name} was not finished" for path in output.glob("checkpoint-*.part")]
     faults += [f"; {name} lacks {what}" for name, what in damaged(output, processes).items()]
-    missing = f"there is no whole checkpoint{f' of {processes} process(es)' if processes else ''} in {output}"
+    option, of, saving = "--resume", "", "--save-every"
     if processes:
-        remedy = "A run with --save_strategy steps writes them; to take one as it is, name its folder"
-        raise SystemExit(f"--resume_from_checkpoint: {missing}{''.join(faults)}. {remedy}")
-    raise SystemExit(f"--resume: {missing}{''.join(faults)}. A run with --save-every writes them")
+        option, of, saving = "--resume_from_checkpoint", f" of {processes} process(es)", "--save_strategy steps"
+    raise SystemExit(
+        f"{option}: there is no whole checkpoint{of} in {output}{''.join(faults)}. A run with {saving} writes them"
+    )
 
 
 def is_finite_step(accelerator: Accelerator, loss: float, norm: float) -> bool:
@@ -246,26 +239,16 @@ def stamp_of_model(model: str) -> str:
 
 
 def set_rates(optimizer: Any, schedule: LambdaLR) -> None:
-    """Gives an optimizer that was loaded the learning rates that the schedule has for its next step.
-
-    It has those that it was saved with, which are of a schedule of other steps if their number was changed.
-    """
+    """Gives an optimizer that was loaded the learning rates of the schedule, which may have another number of steps now."""
     for group, highest, share in zip(optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
         group["lr"] = highest * share(schedule.last_epoch)
 
 
-class Figures(UserDict):
+class Figures(dict):
     """The figures that a run reports, and a part of its checkpoints. `held_out` has the loss by evaluated step."""
 
-    def __init__(self, **figures) -> None:
-        super().__init__(figures, steps=[], held_out={})
-
-    @property
-    def steps(self) -> list[dict]:
-        return self["steps"]
-
     def state_dict(self) -> dict:
-        return self.data
+        return {**self}
 
     def load_state_dict(self, state: dict) -> None:
         # The resumed run may have other facts, such as its number of processes.
@@ -286,17 +269,15 @@ def check_settings(checkpoint: Path, settings: Mapping[str, Any]) -> None:
 
 def check_trainer(checkpoint: Path, output: Path) -> None:
     """Ends a run that would go on from a folder without Trainer's state, or write over later checkpoints in `output`."""
-    if not (checkpoint / "trainer_state.json").is_file():
-        raise SystemExit(
-            f"--resume_from_checkpoint {checkpoint}: 'true', or the folder of a checkpoint was expected; there is no "
-            f"trainer_state.json in it"
-        )
-    step = TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).global_step
+    state, option = checkpoint / "trainer_state.json", f"--resume_from_checkpoint {checkpoint}"
+    if not state.is_file():
+        raise SystemExit(f"{option}: expected 'true', or the folder of a checkpoint, got one without {state.name}")
+    step = TrainerState.load_from_json(str(state)).global_step
     later = [str(path) for path in checkpoints(output) if (step_of(path) or 0) > step]
     if later:
         raise SystemExit(
-            f"--resume_from_checkpoint {checkpoint}: it was written after step {step}, and the run would write over "
-            f"{', '.join(later)}: delete them, or name another folder with --output_dir"
+            f"{option}: it was written after step {step}, and the run would write over {', '.join(later)}: delete them, or "
+            f"name another folder with --output_dir"
         )
 
 
@@ -362,17 +343,12 @@ class Stop:
 
 
 class StopTrainer(TrainerCallback):
-    """The same for Transformers' Trainer, which saves and stops after the step in which a signal came.
-
-    Its own `enable_jit_checkpoint` knows SIGTERM alone, and each process would save by itself, after a step of its own.
-    """
+    """The same for Transformers' Trainer; its own `enable_jit_checkpoint` lets each process save after a step of its own."""
 
     def __init__(self, stop: Stop) -> None:
         self.stop = stop
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> TrainerControl:
         if self.stop.agree(args.device):
             control.should_save = control.should_training_stop = True
         return control

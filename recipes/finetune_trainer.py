@@ -4,19 +4,6 @@ One device:     python recipes/finetune_trainer.py --seq_len 2048
 Many devices:   accelerate launch --num_processes 8 recipes/finetune_trainer.py --model ID --text FILE --ring_size 4
 With torchrun:  torchrun --nproc-per-node 8 recipes/finetune_trainer.py --model ID --dataset ID --ring_size 8
 Small CPU:      ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 recipes/finetune_trainer.py --ring_size 2
-SLURM, 2 nodes of 8 GPUs, one ring of 16:
-    srun --nodes 2 --ntasks-per-node 1 bash -c 'torchrun --nnodes $SLURM_NNODES --nproc-per-node 8 --rdzv-backend c10d \\
-        --rdzv-id $SLURM_JOB_ID --rdzv-endpoint $(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1):29500 \\
-        recipes/finetune_trainer.py --model ID --dataset ID --ring_size 16 --seq_len 524288 --bf16 true'
-
-Chats, with adapters, evaluation and the last three checkpoints:
-    python recipes/finetune_trainer.py --model ID --dataset chats.jsonl --lora 16 --learning_rate 2e-4 --max_steps 500 \\
-        --held_out 20000 --eval_strategy steps --eval_steps 50 --save_strategy steps --save_steps 100 --save_total_limit 3
-
-TRL's SFTTrainer works over a ring as well, with its own chats, packing and LoRA:
-    class RingSFTTrainer(ra.RingTrainerMixin, SFTTrainer): pass
-    args = SFTConfig(max_length=32768, packing=True, assistant_only_loss=True)
-    RingSFTTrainer(model, args, train_dataset=chats, peft_config=LoraConfig(), ring_size=4).train()
 """
 
 from __future__ import annotations
@@ -29,8 +16,8 @@ import common
 import documents
 from accelerate.utils import broadcast_object_list
 from arguments import PATTERN_HELP, Help, at_least, check, check_extra, load_pattern, pattern_source, positive
-from pictures import plot_training
 from transformers import HfArgumentParser, default_data_collator
+from transformers.hf_argparser import HfArg
 
 import hf_ring_attention as ra
 
@@ -39,13 +26,10 @@ import hf_ring_attention as ra
 class Arguments(documents.Sources):
     """The options of this recipe: the model, and the documents that it learns from."""
 
-    model: str = field(default=common.BUNDLED, metadata={"help": common.MODEL_HELP})
-    trust_remote_code: bool = field(default=False, metadata={"help": common.TRUST_HELP})
-    pattern: str = field(default="exact", metadata={"help": PATTERN_HELP})
-    lora: int = field(default=0, metadata={"help": common.LORA_HELP})
-    plot: bool = field(
-        default=False, metadata={"help": "draw the losses to loss.png in --output_dir (needs matplotlib)"}
-    )
+    model: str = HfArg(default=common.BUNDLED, help=common.MODEL_HELP)
+    trust_remote_code: bool = HfArg(default=False, help=common.TRUST_HELP)
+    pattern: str = HfArg(default="exact", help=PATTERN_HELP)
+    lora: int = HfArg(default=0, help=common.LORA_HELP)
 
 
 @dataclass
@@ -85,7 +69,6 @@ def parse_args(argv=None) -> tuple[Arguments, TrainingArguments]:
         parser.error("argument --max_steps: 1 or more was expected, or -1 for --num_train_epochs, got 0")
     if training.eval_strategy != "no" and not args.held_out:
         parser.error("argument --eval_strategy: there is nothing to evaluate on: keep some tokens with --held_out")
-    check_extra(parser, "--plot", args.plot, "matplotlib")
     check_extra(parser, "--lora", args.lora, "peft")
     return args, training
 
@@ -114,7 +97,9 @@ class Trainer(ra.RingTrainer):
 
 def main() -> None:
     args, training = parse_args()
-    training.ring_size = common.ring_size(training.ring_size, training.world_size)
+    size, processes = training.ring_size, training.world_size
+    if processes > 1 and (size is None or processes % size):
+        raise SystemExit(f"--ring_size: expected a divisor of the {processes} processes that were started, got {size}")
     with checkpoints.own_run(Path(training.output_dir), "--output_dir"):
         train(args, training)
 
@@ -157,12 +142,7 @@ def train(args: Arguments, training: TrainingArguments) -> None:
         trainer.save_model()
     common.report_memory(trainer.accelerator)
     if trainer.is_world_process_zero():
-        if args.plot:
-            history = trainer.state.log_history
-            losses = [entry["loss"] for entry in history if "loss" in entry]
-            held_out = {entry["step"]: entry["eval_loss"] for entry in history if "eval_loss" in entry}
-            plot_training(losses, output / "loss.png", held_out)
-        common.report_saved(training.output_dir, args.pattern, args.lora, args.plot)
+        common.report_saved(training.output_dir, args.pattern, args.lora)
     trainer.accelerator.end_training()
 
 

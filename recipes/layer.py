@@ -11,40 +11,21 @@ before its tokens were made.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
 import time
-from pathlib import Path
 
-import common
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from arguments import at_least, new_file, pattern_source
+from bench.timing import held_memory, reset_peak, return_memory_at_once
 
 import hf_ring_attention as ra
 
 
-def return_memory_at_once() -> None:
-    """Has glibc return freed tensors to the system, so that the peak of a process is the sum of its tensors."""
-    if hasattr(ctypes.CDLL(None), "mallopt"):  # Other C libraries lack it.
-        ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD
-
-
-def reset_peak(device: torch.device) -> int:
-    """Resets the peak of this process's memory, and returns the bytes that it holds now."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    elif (peak := Path("/proc/self/clear_refs")).exists():
-        peak.write_text("5")
-    return common.peak_memory(device)
-
-
 def measure(name: str, ring: ra.Ring, tokens: int, args: argparse.Namespace, device: torch.device) -> dict[str, float]:
     """Returns the seconds and the peak memory of a pattern, or of "sdpa", on this process."""
-    held = reset_peak(device)
+    held = reset_peak(device.type)
     layout = ring.layout_for(tokens, "exact" if name == "sdpa" else name)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
@@ -62,7 +43,7 @@ def measure(name: str, ring: ra.Ring, tokens: int, args: argparse.Namespace, dev
     out.backward(dout)
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return {"seconds": time.perf_counter() - start, "bytes": common.peak_memory(device) - held}
+    return {"seconds": time.perf_counter() - start, "bytes": held_memory(device.type, peak=True) - held}
 
 
 def parse_args(argv=None) -> argparse.Namespace:

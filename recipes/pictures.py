@@ -1,4 +1,4 @@
-"""The pictures of the recipes: losses of training, losses along a document, and what patterns cost and save."""
+"""The pictures of the demo and of perplexity.py: losses along a document, and the quality that patterns keep."""
 
 from __future__ import annotations
 
@@ -15,37 +15,6 @@ def _figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _trailing_mean(values: Sequence[float], width: int) -> np.ndarray:
-    """Returns the mean of each value and those before it, `width` in all, or as many as there are."""
-    sums = np.cumsum([0.0, *values])
-    stops = np.arange(1, len(values) + 1)
-    starts = np.maximum(stops - width, 0)
-    return (sums[stops] - sums[starts]) / (stops - starts)
-
-
-def plot_training(
-    losses: Sequence[float], path: Path, held_out: Mapping[int, float], learned: str = "training"
-) -> None:
-    """Draws the loss of each optimizer step in nats a token, its mean over a tenth of all steps, and held-out losses.
-
-    Args:
-        held_out: losses by the number of steps before them.
-        learned: the name of the loss of steps.
-    """
-    figure = _figure(7, 4)
-    axis, width, steps = figure.subplots(), max(1, len(losses) // 10), range(1, len(losses) + 1)
-    axis.plot(steps, losses, color="C0", alpha=0.35, linewidth=1, label=f"{learned}, each step")
-    if width > 1:
-        axis.plot(steps, _trailing_mean(losses, width), color="C0", label=f"{learned}, mean of the last {width} steps")
-    if held_out:
-        axis.plot(*zip(*sorted(held_out.items())), color="C1", marker="o", markersize=4, label="held out")
-    axis.set_xlabel("optimizer step")
-    axis.set_ylabel("loss (nats a token)")
-    axis.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=3, fontsize=9, frameon=False)
-    figure.savefig(path, dpi=120)
-
-
 def plot_losses(losses: Mapping[str, Sequence[float]], path: Path, window: int = 256) -> None:
     """Draws the loss along a document for each pattern, as a running mean, and the difference from the first pattern."""
     figure = _figure(9, 6.5)
@@ -53,7 +22,7 @@ def plot_losses(losses: Mapping[str, Sequence[float]], path: Path, window: int =
     first = None
     for name, values in losses.items():
         width = min(window, len(values) - 1)
-        mean = _trailing_mean(values[1:], width)[width - 1 :]  # Nothing predicts the first token.
+        mean = np.convolve(values[1:], np.ones(width), "valid") / width  # Nothing predicts the first token.
         first = mean if first is None else first
         position = np.arange(len(mean)) + width
         top.plot(position, mean, label=name, linewidth=1)

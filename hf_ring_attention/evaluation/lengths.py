@@ -24,20 +24,14 @@ from .texts import TokenizedText
 
 @dataclass(frozen=True)
 class LengthFigures:
-    """Sums over the scored tokens of a text, under one pattern and in windows of `length` tokens.
-
-    Attributes:
-        nll: the negative log-likelihood of all scored tokens, in nats.
-        size: the bytes of the scored tokens in UTF-8; None if the tokenizer does not give them.
-        seconds: the wall time of the passes.
-    """
+    """Sums over the scored tokens of a text, under one pattern and in windows of `length` tokens."""
 
     text: str
     pattern: str
     length: int
-    nll: float
+    nll: float  # in nats
     tokens: int
-    size: int | None
+    size: int | None  # in bytes of UTF-8; None if the tokenizer does not give them
     seconds: float
 
     @property
@@ -67,10 +61,7 @@ def figures_by_length(
     ring: Ring | None = None,
     after_each: Callable[[], Any] = lambda: None,
 ) -> list[LengthFigures]:
-    """Measures the perplexity of texts in the windows of `windowed_nll`, the same on all ranks of the ring.
-
-    A pattern of None is the pattern that the config of the model has now.
-    """
+    """Measures texts in the windows of `windowed_nll`, alike on all ranks; a pattern of None is the config's present one."""
     config = model.config.get_text_config()
     own = copy.deepcopy(getattr(config, IMPLEMENTATION, None))
     figures = []
@@ -102,11 +93,7 @@ def windowed_nll(
 
     With a stride, as in Hugging Face's guide to perplexity, windows begin at 0, stride, 2 * stride, ... until one reaches the
     end. Without a stride, they follow each other, and a shorter rest is left out, unless there is nothing else.
-
-    Args:
-        ids: [n] integers, whose first `opening` tokens open each window and are not scored.
-        window: the tokens of a window; stride: the number of new tokens in each window but the first, at most the room that
-            the opening tokens leave.
+    The first `opening` of the tokens, ids [n], open each window and are not scored.
 
     Returns:
         [n] float32 on the CPU, NaN for tokens that are not scored: the rest, and the first token of a window without opening

@@ -1,8 +1,8 @@
 """The model "ring_dilated" of lm-evaluation-harness: its tasks under any pattern, each sequence sharded over a ring.
 
-Importing this module registers the name. The harness's own class `hf` computes the answers, with this attention. A ring is one
-worker to it: all ranks of a ring call the model with the same rows, and contexts are prefilled over the ring before they are
-continued.
+Importing this module registers the name for `lm_eval.simple_evaluate(model="ring_dilated", ...)`. The harness's own class `hf`
+computes the answers. A ring is one worker to it: all ranks of a ring call the model with the same rows, and contexts are
+prefilled over the ring before they are continued.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..compute.private import check
 from ..hf.cache import cache_argument
-from ..hf.config import fewest_last_of, layer_pattern, warn_once
+from ..hf.config import fewest_last_of, layer_pattern, patterns_of_layers, warn_once
 from ..hf.generation import prefill
 from ..hf.lm_loss import IGNORED
 from ..hf.patch import patch_model
@@ -36,7 +36,6 @@ from .logits import label_nll
 
 #: A ring may wait long for another one that has longer texts.
 _TIMEOUT = timedelta(days=7)
-
 
 check("lm_eval", {"HFLM": HFLM})
 
@@ -57,14 +56,9 @@ class RingLM(HFLM):
         arguments: of `hf`: batch_size, max_length, dtype, peft, add_bos_token, device, ...
 
     Raises:
-        ValueError: on every process, before a model is loaded: a wrong pattern, a ring_size that does not divide the number of
-            processes, or an argument of `hf` that a ring cannot obey. Later, on every rank of a ring: requests that differ
-            between its ranks, or a cache of answers.
+        ValueError: on every process, before a model is loaded: a wrong pattern or ring_size, or an argument of `hf` that a ring
+            cannot obey. Later, on every rank of a ring: requests that differ between its ranks, or a cache of answers.
         NotImplementedError: a model that ring_dilated does not compute.
-
-    Example:
-        Import this module, then: `lm_eval.simple_evaluate(model="ring_dilated", model_args={"pretrained": "folder",
-        "pattern": "window:512+4"}, tasks=["lambada_openai"])`; in a shell, see `hf-ring-attention lm-eval --help`.
     """
 
     def __init__(
@@ -119,22 +113,18 @@ class RingLM(HFLM):
         """Refuses a cache of answers on a ring: each rank would have its own, and they would answer different requests."""
         if self.ring.world_size > 1:
             raise ValueError(
-                f"ring_dilated: --use_cache gives each process its own answers, but the {self.ring.world_size} ranks of a ring "
-                f"must compute the same requests: leave it out, or take ring_size=1"
+                "ring_dilated: --use_cache gives each process its own answers, but the ranks of a ring must compute the same "
+                "requests: leave it out, or take ring_size=1"
             )
         super().set_cache_hook(cache_hook)
 
     def get_model_info(self) -> dict[str, Any]:
         """Returns the model's entry in results.json: the entry of `hf`, with patterns and ring."""
         ring, config = self.ring, unwrapped(self._model).config.get_text_config()
-        layers = (getattr(config, IMPLEMENTATION, None) or {}).get("layers", {})
         sizes = {"size": ring.world_size, "rings": ring.dp_size, "layout": ring.layout, "transport": ring.transport}
-        return {
-            **super().get_model_info(),
-            "pattern": str(layer_pattern(config, None)),
-            "pattern_of_layers": {layer: str(layer_pattern(config, int(layer))) for layer in layers},
-            "ring": sizes,
-        }
+        patterns = {str(layer): str(pattern) for layer, pattern in patterns_of_layers(config).items()}
+        entry = {"pattern": str(layer_pattern(config, None)), "pattern_of_layers": patterns, "ring": sizes}
+        return super().get_model_info() | entry
 
     # ---- requests; one rank of each ring shows its progress
 
@@ -150,10 +140,7 @@ class RingLM(HFLM):
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
-        """Returns the log-likelihood of each continuation, and whether greedy decoding gives it.
-
-        A request is (texts, tokens of the context, tokens of the continuation).
-        """
+        """Returns, for requests (texts, context, continuation), the log-likelihood, and whether greedy decoding gives it."""
         if self.ring.world_size > 1 and all(texts is None for texts, _, _ in requests):
             # Windows of a rolling likelihood have no texts, and nobody asks whether greedy decoding gives them.
             return [(self._likelihood(context, continuation), False) for _, context, continuation in requests]
@@ -194,7 +181,6 @@ class RingLM(HFLM):
         return last
 
     def _has_last(self) -> bool:
-        """Whether a layer has a pattern with a `Last`."""
         return fewest_last_of(unwrapped(self._model).config.get_text_config()) is not None
 
     def _autocast(self) -> Any:
@@ -209,8 +195,8 @@ class RingLM(HFLM):
         mask: Tensor = generation_kwargs.pop("attention_mask", torch.ones_like(context))
         if self._has_last():
             warn_once(
-                "ring_dilated: under a pattern with a Last, a ring reads a context without its last token first, and the last "
-                "tokens of that see every key: generated texts may differ from one process's"
+                "ring_dilated: a ring reads a context without its last token first, and under a pattern with a Last the end of "
+                "that sees every key: generated texts may differ from one process's"
             )
         single = context.shape[1] == 1  # A prefill takes at least one token, and a step another one.
         if single:
@@ -229,15 +215,10 @@ def _check_arguments(arguments: Mapping[str, Any], ring: Ring) -> None:
     implementation, processes = arguments.get("attn_implementation", IMPLEMENTATION), ring.world_size * ring.dp_size
     error = None
     if implementation != IMPLEMENTATION:
-        error = (
-            f"attn_implementation={implementation!r} would have no effect, because this model computes with 'ring_dilated': "
-            f"leave it out, or take --model hf"
-        )
+        error = f"attn_implementation={implementation!r} would have no effect: leave it out, or take --model hf"
     for name in ("distributed_config", "tp_plan", "tp_size", "parallelize") if processes > 1 else ():
         if arguments.get(name):
-            error = (
-                f"{name} divides a model among the {processes} processes, but here each has a whole model: leave it out"
-            )
+            error = f"{name} divides a model among the {processes} processes, but each has a whole one: leave it out"
     if ring.world_size > 1 and str(arguments.get("batch_size", 1)).startswith("auto"):
         error = "batch_size=auto tries what fits into one process, but the ranks of a ring must compute alike: give a number"
     if ring.world_size > 1 and arguments.get("backend", "default") == "seq2seq":

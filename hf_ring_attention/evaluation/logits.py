@@ -58,14 +58,10 @@ def hidden_states(model: PreTrainedModel, ring: Ring, ids: Tensor) -> tuple[Tens
 
 
 def label_nll(model: PreTrainedModel, ring: Ring, ids: Tensor, labels: Tensor, logits_at_once: int) -> Tensor:
-    """Returns the loss of each token's label, without ever holding the logits of whole rows.
+    """Returns the loss of each token's label, with the logits of `logits_at_once` tokens of each batch row at a time.
 
-    Args:
-        ids, labels: [B, n] tokens of one document a row, and the token after each, or `IGNORED`; the same on every rank.
-        logits_at_once: the tokens of each batch row whose logits exist at once.
-
-    Returns:
-        [B, n] float32 or float64 on the CPU, in nats, the same on every rank; NaN for labels that are ignored.
+    `ids` and `labels`, the same on every rank, are [B, n] tokens of one document a row, and the token after each, or `IGNORED`.
+    The loss is [B, n] float32 or float64 on the CPU, in nats, the same on every rank; NaN for labels that are ignored.
     """
     layout = layout_of_rows(model, ring, ids)
     labels = ring.shard(labels.to(ids.device), layout, fill=IGNORED)
@@ -82,12 +78,8 @@ def label_nll(model: PreTrainedModel, ring: Ring, ids: Tensor, labels: Tensor, l
 
 
 def check_finite(losses: Tensor, model: PreTrainedModel, caller: str) -> None:
-    """Refuses losses, the same on every rank, that are infinite or NaN.
-
-    A sum without them would make a broken model look better than a sound one.
-    """
-    wrong = int((~torch.isfinite(losses)).sum())
-    if wrong:
+    """Refuses losses that are infinite or NaN: a sum without them would make a broken model look better than a sound one."""
+    if wrong := int((~torch.isfinite(losses)).sum()):
         raise ValueError(
             f"{caller}: {wrong} of {losses.numel()} losses of {type(model).__name__} in {model.dtype} are infinite or NaN: use "
             f"bfloat16 or float32, or look for such numbers in its weights"
@@ -96,10 +88,7 @@ def check_finite(losses: Tensor, model: PreTrainedModel, caller: str) -> None:
 
 @contextmanager
 def _whole_weights(model: nn.Module, module: nn.Module | None) -> Iterator[None]:
-    """Lets all processes call a module inside a model by itself, wherever FSDP 2 holds its weights.
-
-    A module around it may hold them, and free them at the end of its own call.
-    """
+    """Lets all processes call a module inside a model by itself, if a module around it holds its weights by FSDP 2."""
     around = [x for x in model.modules() if isinstance(x, FSDPModule) and any(inner is module for inner in x.modules())]
     holder = around[-1] if around else None
     if holder is None or holder is module:  # Its own call gathers its weights.

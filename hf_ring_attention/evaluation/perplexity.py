@@ -23,11 +23,11 @@ from ..ring.ring import Ring
 from ..transport.agreement import digest
 from .logits import check_finite, label_nll
 
-#: What tokenizers return beside tokens and mask; scoring does not need it.
-_ASIDE = (
-    "special_tokens_mask", "offset_mapping", "length", "overflow_to_sample_mapping", "num_truncated_tokens",
-    "overflowing_tokens",
-)  # fmt: skip
+#: The entries of a tokenizer's result; scoring needs the first two, and token types of 0.
+_TAKEN = {
+    "input_ids", "attention_mask", "token_type_ids", "special_tokens_mask", "offset_mapping", "length",
+    "overflow_to_sample_mapping", "num_truncated_tokens", "overflowing_tokens",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,12 @@ class PerplexityReport:
 
     @property
     def perplexity(self) -> float:
-        """The perplexity of all scored tokens, exp(nll / tokens)."""
+        """exp(nll / tokens)."""
         return math.exp(self.nll / self.tokens)
 
     def __repr__(self) -> str:
-        rows = len(self.token_nll)
-        return (
-            f"PerplexityReport(perplexity={self.perplexity:.4f}, nll={self.nll:.4f}, tokens={self.tokens}, rows={rows}, "
-            f"seconds={self.seconds:.2f})"
-        )
+        figures = f"perplexity={self.perplexity:.4f}, nll={self.nll:.4f}, tokens={self.tokens}"
+        return f"PerplexityReport({figures}, rows={len(self.token_nll)}, seconds={self.seconds:.2f})"
 
 
 @torch.no_grad()
@@ -77,9 +74,8 @@ def perplexity(
 ) -> PerplexityReport:
     """Measures how well a causal language model predicts each token of whole sequences from the earlier tokens that it sees.
 
-    The model runs in evaluation mode, one row at a time and without its padding. Logits are formed for a slice of tokens at a
-    time, so neither the vocabulary nor other rows decide the memory. Several threads may score one model at once, but none may
-    train it meanwhile.
+    The model runs in evaluation mode, one row at a time and without its padding. Logits exist for a slice of tokens at a time.
+    Several threads may score one model at once, but none may train it meanwhile.
 
     Args:
         model: a causal language model, with any attention implementation; on a ring it is patched to "ring_dilated".
@@ -95,9 +91,9 @@ def perplexity(
 
     Raises:
         ValueError: on every rank, before anything is computed: a model that does not predict tokens from earlier ones (masked
-            language models, classifiers, encoders) or has virtual tokens of PEFT; rows of fewer than 2 tokens, or longer than
-            the model's positions; wrong tokens or masks, padding between tokens, shapes or ranks that differ, or no token to
-            score. On every rank, after the pass of a row: losses that are infinite or NaN.
+            language models, classifiers, encoders) or has virtual tokens of PEFT; rows longer than the model's positions;
+            wrong tokens or masks, padding between tokens, or ranks that differ. After the pass of a row: losses that are
+            infinite or NaN.
 
     Example:
         >>> ids = torch.arange(1, 65)[None]  # or tokenizer(text, return_tensors="pt")
@@ -114,10 +110,8 @@ def perplexity(
         ids, mask = _rows_of(input_ids, attention_mask)
         check_token_rows(inner, ids, mask)
         check_count("perplexity", "logits_at_once", logits_at_once)
-        call.same("the shape of input_ids", tuple(ids.shape))
-        for name, values in (("input_ids", ids), ("attention_mask", mask)):
-            call.same(f"a checksum of {name}", digest(values))
-        call.same("logits_at_once", logits_at_once)
+        call.values = {"the shape of input_ids": tuple(ids.shape), "a checksum of input_ids": digest(ids)}
+        call.values |= {"a checksum of attention_mask": digest(mask), "logits_at_once": logits_at_once}
     if ring is not None and attached_ring(inner) is not ring:
         patch_model(inner, ring=ring)
 
@@ -138,17 +132,16 @@ def perplexity(
 def _rows_of(batch: Any, attention_mask: Any) -> tuple[Tensor, Tensor]:
     """Returns tokens and mask, [B, n] int64 on the CPU."""
     if isinstance(batch, Mapping):
-        inputs = {name: x for name, x in batch.items() if name not in ("input_ids", "attention_mask", *_ASIDE)}
-        types = inputs.pop("token_type_ids", None)
-        if inputs or (types is not None and bool(torch.as_tensor(types).any())) or "input_ids" not in batch:
+        others, types = {*batch} - _TAKEN, batch.get("token_type_ids")
+        if others or (types is not None and bool(torch.as_tensor(types).any())) or "input_ids" not in batch:
             raise ValueError(
                 f"perplexity: expected input_ids and perhaps attention_mask, because it scores every token of whole "
                 f"sequences, got {sorted(map(str, batch))}"
             )
-        own_mask, batch = batch.get("attention_mask"), batch["input_ids"]
-        if attention_mask is not None and own_mask is not None:
+        if attention_mask is not None and batch.get("attention_mask") is not None:
             raise ValueError("perplexity: got an attention_mask in the batch and another beside it: pass one of them")
-        attention_mask = own_mask if attention_mask is None else attention_mask
+        attention_mask = batch.get("attention_mask") if attention_mask is None else attention_mask
+        batch = batch["input_ids"]
     ids = token_ids("input_ids", batch)
     if ids.dim() not in (1, 2) or ids.shape[-1] < 2 or ids.shape[0] < 1:
         raise ValueError(f"perplexity: input_ids must be [rows, tokens] with 2 tokens or more, got {tuple(ids.shape)}")
@@ -165,10 +158,8 @@ def token_ids(name: str, values: Any, caller: str = "perplexity") -> Tensor:
     try:
         values = torch.as_tensor(values)
     except (ValueError, TypeError, RuntimeError) as error:
-        kind = f"{type(values).__name__} ({error})"
-        raise ValueError(
-            f"{caller}: {name} must be rows of integers of one length, got {kind}: tokenize with padding=True, or one by one"
-        ) from error
+        kind = f"{type(values).__name__} ({error}): tokenize with padding=True, or one by one"
+        raise ValueError(f"{caller}: {name} must be rows of integers of one length, got {kind}") from error
     if values.is_floating_point() or values.is_complex() or (name == "input_ids" and values.dtype is torch.bool):
         meaning = "1 for tokens and 0 for padding" if name == "attention_mask" else "tokens of the model's tokenizer"
         raise ValueError(f"{caller}: {name} must be integers ({meaning}), got {values.dtype}: pass {name}.long()")
@@ -178,18 +169,16 @@ def token_ids(name: str, values: Any, caller: str = "perplexity") -> Tensor:
 def check_token_rows(model: PreTrainedModel, ids: Tensor, mask: Tensor, caller: str = "perplexity") -> None:
     """Refuses rows that the model cannot compute, or that would not be scored as their author expects, as `perplexity` does."""
     table = model.get_input_embeddings()
-    least, largest = int(ids.min()), int(ids.max())
+    name, least, largest = type(model).__name__, int(ids.min()), int(ids.max())
     most = table.num_embeddings - 1 if isinstance(table, nn.Embedding) else largest
     if least < 0 or largest > most:
         raise ValueError(
-            f"{caller}: input_ids must be from 0 to {most}, as {type(model).__name__} has embeddings, got {least} to "
-            f"{largest}: use its own tokenizer, and tokens instead of labels"
+            f"{caller}: input_ids must be from 0 to {most}, as {name} has embeddings, got {least} to {largest}: use its own "
+            f"tokenizer, and tokens instead of labels"
         )
     if bool(((mask != 0) & (mask != 1)).any()):
-        raise ValueError(
-            f"{caller}: attention_mask must be 1 for tokens and 0 for padding, got values from {int(mask.min())} to "
-            f"{int(mask.max())}"
-        )
+        values = f"{int(mask.min())} to {int(mask.max())}"
+        raise ValueError(f"{caller}: attention_mask must be 1 for tokens and 0 for padding, got values from {values}")
     for row, tokens in enumerate(mask):
         (first, stop), count = _extent(tokens), int(tokens.sum())
         if stop - first != count:
@@ -199,10 +188,8 @@ def check_token_rows(model: PreTrainedModel, ids: Tensor, mask: Tensor, caller: 
             )
     longest, places = int(mask.sum(1).max()), places_of(runner_of(model))
     if places is not None and longest > places:
-        raise ValueError(
-            f"{caller}: {type(model).__name__} has learned positions for {places} tokens, and a row has {longest}: cut rows "
-            f"to {places} tokens"
-        )
+        got = f"learned positions for {places} tokens, and a row has {longest}"
+        raise ValueError(f"{caller}: {name} has {got}: cut rows to {places} tokens")
     if longest < 2:
         raise ValueError(f"{caller}: no token to score: every token is padding or the first of its row")
 

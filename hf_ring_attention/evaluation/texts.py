@@ -11,17 +11,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TokenizedText:
-    """The first tokens of a text.
+    """The first tokens of a text, behind the tokens that open texts of the model, such as BOS."""
 
-    Attributes:
-        ids: [n] int64: the tokens that open texts of the model, such as BOS, and then tokens of the text.
-        opening: the number of opening tokens, which are not scored.
-        sizes: [n] int64: the bytes in UTF-8 that each token stands for; None if the tokenizer does not return offsets.
-    """
-
-    ids: Tensor
-    opening: int
-    sizes: Tensor | None
+    ids: Tensor  # [n] int64
+    opening: int  # the number of opening tokens, which are not scored
+    sizes: Tensor | None  # [n] int64: the bytes of each token in UTF-8; None if the tokenizer does not return offsets
 
     def size_of(self, scored: Tensor) -> int | None:
         """Returns the bytes of the tokens that are True in scored, [n]."""

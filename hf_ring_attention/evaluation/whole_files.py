@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -12,10 +12,7 @@ from filelock import FileLock, Timeout
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yields the name of a new file beside a path. Once its content is on the disk, the file gets the path's name.
-
-    If the caller raises, the new file is removed, and the old file stays.
-    """
+    """Yields the name of a new file, which replaces the file of this path once its content is on the disk."""
     part = path.with_name(f"{path.name}.part")
     try:
         yield part
@@ -36,14 +33,11 @@ def write_whole(path: Path, text: str) -> None:
 def own_folder(folder: Path) -> Iterator[None]:
     """Makes a folder if it is missing, and refuses it to other processes that call this while the context is open."""
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise ValueError(
-            f"another process writes to the folder {str(folder)!r}: wait for it, or name another one"
-        ) from None
-    try:
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(FileLock(folder / ".lock", timeout=0))
+        except Timeout:
+            raise ValueError(
+                f"another process writes to the folder {str(folder)!r}: wait for it, or name another one"
+            ) from None
         yield
-    finally:
-        lock.release()

@@ -1,7 +1,6 @@
 """An Accelerator that counts rings in place of processes: the ranks of a ring are one data-parallel replica.
 
-The ranks of a ring read the same rows and return the same results. So loaders divide rows among rings, schedules step once for
-each ring, and gathered tensors have the rows of each ring once.
+Loaders divide rows among rings, schedules step once for each ring, and gathered tensors have the rows of each ring once.
 """
 
 from __future__ import annotations

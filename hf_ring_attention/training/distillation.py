@@ -27,9 +27,9 @@ def distillation_loss(
     """Returns the mean divergence of a model's predictions from its own under exact attention.
 
     The divergence of a token is KL(p || q) = sum p log(p / q) over the vocabulary, in nats. The teacher p predicts with exact
-    attention and without gradients, the student q with the model's pattern. If PEFT has added adapters, the teacher is the
-    model without them, which does not change. Without adapters, the teacher has the weights that are being trained: it moves
-    towards the student, and the divergence falls while both may predict texts worse. The logger warns of this once.
+    attention and without gradients, the student q with the model's pattern. The teacher of a model with adapters of PEFT is
+    the model without them. Without adapters, the teacher moves with the weights that are being trained, and the divergence
+    falls while both may predict texts worse. The logger warns of this once.
 
     The loss takes the place of `model(**batch).loss`: it has the same value on every rank of a ring, and includes the terms
     that a model adds itself, such as the loss of routers. Logits exist for a slice of tokens at a time.
@@ -91,10 +91,14 @@ def _hidden_of_teacher(model: nn.Module, inner: PreTrainedModel, inputs: Mapping
 def _divergence(model: nn.Module, teacher: Tensor, head: Head, hidden: Tensor, labels: Tensor, place: slice) -> Tensor:
     """Returns the sum of the divergences of tokens with labels; `teacher` has its hidden states, [tokens, width]."""
     with torch.no_grad(), _without_adapters(model):  # The output layer may have adapters too.
-        expected = F.log_softmax(head(teacher[place][None])[0].float(), dim=-1)
-    predicted = F.log_softmax(head(hidden[None])[0].float(), dim=-1)
-    divergences = F.kl_div(predicted, expected, reduction="none", log_target=True).sum(-1)
-    return divergences.masked_fill(labels == IGNORED, 0).sum()
+        expected = head(teacher[place][None])[0].float()
+    return divergences(head(hidden[None])[0].float(), expected).masked_fill(labels == IGNORED, 0).sum()
+
+
+def divergences(logits: Tensor, expected: Tensor) -> Tensor:
+    """Returns [m]: the divergence in nats of predictions from the expected ones, both by their logits [m, vocabulary]."""
+    logps, expected = F.log_softmax(logits, dim=-1), F.log_softmax(expected, dim=-1)
+    return F.kl_div(logps, expected, reduction="none", log_target=True).sum(-1)
 
 
 @contextmanager

@@ -42,9 +42,8 @@ class RingTrainingArguments(TrainingArguments):
     """`TrainingArguments` of a `RingTrainer`; batch sizes count the rows of a ring.
 
     Args:
-        ring_size: processes that share each sequence. It divides the number of processes, and the rings are data
-            parallel. It is needed if there are several processes: 1 makes each process a ring of its own, and the number
-            of processes makes one ring of all. `parallelism_config=ParallelismConfig(cp_size=N)` is understood as
+        ring_size: processes that share each sequence, a divisor of their number; rings are data parallel. Several processes
+            need it: 1 makes each process a ring of its own. `parallelism_config=ParallelismConfig(cp_size=N)` means
             ring_size=N; Accelerate's own context parallelism, which needs FSDP 2 and drops masks, then takes no part.
         ring_layout: "auto", "contiguous", "zigzag" or "documents".
         ring_transport: "auto", "ring", "collective", "heads" or "local".
@@ -242,8 +241,7 @@ def _wrong_settings(trainer: Any) -> ValueError | None:
     cp_size = getattr(args.parallelism_config, "cp_size", 1)
     if cp_size not in (1, ring_size):
         return ValueError(
-            f"ring_size={ring_size} and cp_size={cp_size} of the parallelism_config are two names of one number: give one of "
-            f"them"
+            f"ring_size={ring_size} and cp_size={cp_size} of the parallelism_config name the same number: give one of them"
         )
     generations, batch = getattr(trainer, "num_generations", None), getattr(args, "generation_batch_size", None)
     if generations and batch and batch % generations:
@@ -251,14 +249,13 @@ def _wrong_settings(trainer: Any) -> ValueError | None:
             f"num_generations={generations} does not divide generation_batch_size={batch} of {trainer.ring.dp_size} rings: "
             f"raise per_device_train_batch_size or steps_per_generation"
         )
-    over_ring, rebalanced = ring_size > 1, getattr(args, "train_sampling_strategy", None) == "batch_rebalance"
+    over_ring = ring_size > 1
+    rebalanced = args.world_size > 1 and getattr(args, "train_sampling_strategy", None) == "batch_rebalance"
     refused = {
         f"DataParallel over {args.n_gpu} GPUs": args.n_gpu > 1 and "start a process for each: accelerate launch",
         "neftune_noise_alpha": over_ring and args.neftune_noise_alpha and "its noise depends on the length of a row",
         "use_vllm": over_ring and getattr(args, "use_vllm", 0) and "vLLM would complete each prompt once for each rank",
-        "train_sampling_strategy='batch_rebalance'": rebalanced
-        and args.world_size > 1
-        and "it divides rows of processes",
+        "train_sampling_strategy='batch_rebalance'": rebalanced and "it divides rows of processes",
     }
     for setting, reason in refused.items():
         if reason:

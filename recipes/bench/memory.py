@@ -35,7 +35,6 @@ def peak_of_call(shape: Shape, tokens: int, name: str, transport: str) -> int:
     held = 0
     for length in (64, tokens, tokens):  # The plan is made in the second call, once for all layers and steps.
         q, k, v, dout = shape.tensors(length)
-        gc.collect()
         before = reset_peak(shape.device)
         out = sdpa(q, k, v) if name == "sdpa" else ra.ring_attention(q, k, v, pattern=name, ring=ring)
         out.backward(dout)
@@ -112,7 +111,6 @@ def _parts(shape: Shape, step: Step) -> dict[str, int]:
     trained, backward, optimizer = in_parallel(model, step)
     kept = 0
     for _ in range(3):
-        gc.collect()
         before = reset_peak(shape.device)
         with save_on_cpu() if step.offload else nullcontext():
             loss = trained(input_ids=ids, labels=ids).loss

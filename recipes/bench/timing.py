@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import json
 import math
 import os
 import platform
+import resource
 import statistics
+import sys
 import tempfile
 import textwrap
 import time
@@ -184,17 +187,21 @@ def return_memory_at_once() -> None:
 
 
 def held_memory(device: str, peak: bool = False) -> int:
-    """Returns the bytes that this process holds, or held at most since `reset_peak`: of the GPU, or as Linux counts them."""
+    """Returns the bytes that this process holds, or held at most since `reset_peak`: of the GPU, or of main memory."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
-    name, lines = "VmHWM" if peak else "VmRSS", Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line.split()[1] for line in lines if name in line))
+    status = Path("/proc/self/status")
+    if not status.exists():  # On Linux, getrusage would count the launcher's memory, too.
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    name = "VmHWM" if peak else "VmRSS"
+    return 1024 * int(next(line.split()[1] for line in status.read_text().splitlines() if name in line))
 
 
 def reset_peak(device: str) -> int:
-    """Resets the peak, and returns the bytes that are held now."""
+    """Collects garbage, resets the peak, and returns the bytes that are held now."""
+    gc.collect()
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    else:
-        Path("/proc/self/clear_refs").write_text("5")
+    elif (peak := Path("/proc/self/clear_refs")).exists():
+        peak.write_text("5")
     return held_memory(device)

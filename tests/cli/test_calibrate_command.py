@@ -37,7 +37,7 @@ def test_files_and_figures_are_those_of_the_library(folder, capsys, monkeypatch)
         cli.main(words_of(folder, *more))
     printed, told = capsys.readouterr()
     assert not end.value.code and "fox.txt" in printed and "window:16+1" in printed
-    assert "calibrate: " in told and "layer/s" in told  # stderr is a file here, which hears how far it is.
+    assert "calibrate: " in told and "pass/s" in told  # stderr is a file here, which hears how far it is.
 
     chosen = ra.Calibration.load(output / "calibration.json")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
@@ -62,7 +62,7 @@ def test_files_and_figures_are_those_of_the_library(folder, capsys, monkeypatch)
 def test_a_budget_of_bytes(folder, command, refusal):
     printed = command(words_of(folder, "--budget-of", "bytes", "--ranks", 2, "--refinements", 0))
     assert "of the bytes of a ring of 2" in " ".join(printed.split())
-    assert "name the ranks" in refusal(words_of(folder, "--budget-of", "bytes"))
+    assert "ranks must be an integer of at least 2, got 1" in refusal(words_of(folder, "--budget-of", "bytes"))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, ModernBertConfig, ModernBertForMaskedLM
+from transformers import LlamaForCausalLM, ModernBertConfig, ModernBertForMaskedLM
 
 import hf_ring_attention as ra
 from hf_ring_attention.evaluation.calibration import calibrate as calibrate_module
@@ -139,38 +139,29 @@ def test_a_killed_run_continues_and_measures_nothing_twice(rng, tmp_path, passes
     assert calibrated(model_of(), texts, folder=folder) == whole and len(passes) == 12
 
 
-def _other_config(model):
+def test_another_model_is_measured_anew(rng, tmp_path, passes):
+    texts, model = random_texts(rng, 1), model_of()
+
+    def measured():
+        before = len(passes)
+        calibrated(model, texts, folder=tmp_path, refinements=0)
+        return len(passes) - before
+
+    assert measured() == 2
+    ra.patch_model(model, "window:4+1")  # Patterns do not decide what is measured.
+    assert measured() == 0
     model.config.rms_norm_eps *= 2
-
-
-def _other_weights(model):
+    assert measured() == 2
     with torch.no_grad():
         model.model.layers[1].self_attn.q_proj.weight.view(-1)[-1] += 1e-3
-
-
-@pytest.mark.parametrize("change", [_other_config, _other_weights])
-def test_another_model_is_measured_anew(rng, tmp_path, change, passes):
-    texts, model = random_texts(rng, 1), model_of()
-    calibrated(model, texts, folder=tmp_path, refinements=0)
-    # Patterns do not decide what is measured.
-    calibrated(ra.patch_model(model, "window:4+1"), texts, folder=tmp_path, refinements=0)
-    assert len(passes) == 2
-    change(model)
-    chosen = calibrated(model, texts, folder=tmp_path, refinements=0)
-    assert len(passes) == 4 and chosen == calibrated(model, texts, refinements=0)
-
-
-def test_another_adapter_is_measured_anew(rng, tmp_path, passes):
-    texts, tuned = random_texts(rng, 1), with_lora(model_of())
-    first = calibrated(tuned, texts, folder=tmp_path, refinements=0)
-    assert calibrated(tuned, texts, folder=tmp_path, refinements=0) == first and len(passes) == 2
+    assert measured() == 2
+    tuned = model = with_lora(model)
+    assert (measured(), measured()) == (2, 0)
     with tuned.disable_adapter():
-        calibrated(tuned, texts, folder=tmp_path, refinements=0)
-    assert len(passes) == 4
+        assert measured() == 2
     tuned.add_adapter("other", tuned.peft_config["default"])
     tuned.set_adapter("other")
-    calibrated(tuned, texts, folder=tmp_path, refinements=0)
-    assert len(passes) == 6
+    assert measured() == 2
 
 
 def test_a_calibration_of_another_model_is_refused(rng):
@@ -204,26 +195,22 @@ def test_a_folder_that_cannot_be_used_is_refused_on_all_ranks(rng, tmp_path):
     refused(tmp_path / "done", f"{damaged.name} is damaged: delete it, and it is measured again")
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
-def test_the_bar_counts_what_was_measured_before(rng, tmp_path, monkeypatch, model_type):
+def test_the_bar_counts_what_was_measured_before(rng, tmp_path, monkeypatch):
     bars, make = [], calibrate_module.progress_bar
     monkeypatch.setattr(
         calibrate_module, "progress_bar", lambda *args, **kwargs: bars.append(make(*args, **kwargs)) or bars[-1]
     )
-    texts, model = random_texts(rng), tiny_model(model_type, "ring_dilated")
+    texts, model = random_texts(rng), model_of()
     for _ in range(2):
         calibrated(model, texts, folder=tmp_path / "measured", progress=True)
-    layers = model.config.num_hidden_layers
     # A choice that is the last one again is not tried.
-    assert (
-        bars[0].n == bars[1].n in (bars[0].total, bars[0].total - len(texts) * layers) and bars[0].total % layers == 0
-    )
+    assert bars[0].n == bars[1].n in (bars[0].total, bars[0].total - len(texts))
 
 
 def test_the_next_choice_is_kept_if_it_is_nearer_to_exact_attention(rng):
     texts = random_texts(rng)
     ring, divergences = ra.Ring.alone(), []
-    for refinements in (0, 1, 2):
+    for refinements in (0, 1):
         chosen = calibrated(model_of(3), texts, refinements=refinements)
         model, total = model_of(3), 0.0
         for ids in texts:
@@ -232,7 +219,7 @@ def test_the_next_choice_is_kept_if_it_is_nearer_to_exact_attention(rng):
             found, _ = measure_text(ra.patch_model(model, chosen, ring), ring, text, exact=exact)
             total += found.divergence * text.num_scored
         divergences.append(total)
-    assert divergences[0] * (1 + 1e-9) >= divergences[1] and divergences[1] * (1 + 1e-9) >= divergences[2]
+    assert divergences[0] * (1 + 1e-9) >= divergences[1]
 
 
 def test_a_budget_of_the_bytes_of_a_ring(rng):
@@ -241,7 +228,7 @@ def test_a_budget_of_the_bytes_of_a_ring(rng):
     assert ra.Calibration.from_dict(chosen.to_dict()) == chosen
     other = calibrated(model_of(3), random_texts(rng), budget=0.6, refinements=0)
     assert other.ranks is None
-    with pytest.raises(ValueError, match="a ring that moves bytes has 2 or more ranks, got ranks=None"):
+    with pytest.raises(ValueError, match="a ring that moves bytes: ranks must be an integer of at least 2, got None"):
         other.share("bytes")
 
 
@@ -256,11 +243,6 @@ def test_layers_with_windows_keep_them(rng):
         calibrated(tiny_model("mistral", "ring_dilated", sliding_window=8), texts)
 
 
-def test_one_key_value_head_a_layer(rng):
-    chosen = calibrated(model_of(kv_heads=1), random_texts(rng))
-    assert all(len(heads) == 1 for heads in chosen.scores.values()) and chosen.flop_share <= 0.4
-
-
 # ---- refusals
 
 
@@ -268,26 +250,20 @@ def test_one_key_value_head_a_layer(rng):
     ("options", "message"),
     [
         ({"budget": 0}, "budget must be a share above 0 and at most 1, got 0"),
-        ({"budget": 1.5}, "at most 1, got 1.5"),
-        ({"budget": "a"}, "got 'a'"),
         (
             {"budget": 0.001},
             r"budget=0.001 is below the cheapest pattern of the menu, window:4\+1: \d+ / \d+ = 0\.\d+ of exact",
         ),
         ({"budget_of": "rows"}, "budget_of must be one of 'flops', 'cache_reads', 'bytes', got 'rows'"),
-        ({"budget_of": "bytes"}, "one rank moves no bytes: name the ranks of the ring, 2 or more, got 1"),
-        ({"budget_of": "bytes", "ranks": 2.0}, r"2 or more, got 2\.0"),
+        ({"budget_of": "bytes"}, "a ring that moves bytes: ranks must be an integer of at least 2, got 1"),
         ({"ranks": 4}, "ranks=4 needs budget_of='bytes', got 'flops': leave it out"),
         ({"menu": ["exact"]}, "menu must have 2 or more patterns to choose from, got 1"),
         ({"menu": "exact"}, "menu must be a list"),
-        ({"menu": ["exact", "window:4", "segment:all"]}, "menu"),
         ({"menu": ["exact", "window:4+1", "window:4+1"]}, r"menu has window:4\+1 twice"),
         ({"menu": ["exact", "kv0=exact;kv1=window:4"]}, "differs by heads"),
         ({"menu": ["exact", "windy:4"]}, "calibrate: menu: .*windy"),
         ({"retrieval": -1}, "retrieval must be a weight"),
-        ({"refinements": 0.5}, "refinements must be an integer of at least 0, got 0.5"),
         ({"seed": -1}, "seed must be an integer of at least 0, got -1"),
-        ({"seq_len": 0}, "seq_len must be an integer of at least 2, got 0"),
     ],
 )
 def test_bad_numbers_are_refused(options, message, rng):
@@ -298,12 +274,10 @@ def test_bad_numbers_are_refused(options, message, rng):
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
-        ([], "texts must be a list with the token ids"),
         ("text", "texts must be a list with the token ids"),
         ([torch.arange(3, 70), torch.arange(1)], "text 1 must have 2 or more tokens, got 1"),
         ([torch.arange(3, 40)], "text 0 must have 64 or more tokens, got 37: .* or retrieval=0"),
         ([torch.ones(2, 80, dtype=torch.long)], r"text 0 must be \[tokens\], got \[2, 80\]"),
-        ([torch.rand(80)], "text 0 must be integers"),
         ([torch.full((80,), VOCAB)], "calibrate: input_ids must be from 0"),
     ],
 )
@@ -312,9 +286,8 @@ def test_bad_texts_are_refused(texts, message):
         calibrated(model_of(), texts)
 
 
-@pytest.mark.parametrize("retrieval", [0, 0.1])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_losses_that_are_not_finite_are_refused(rng, tmp_path, ranks, retrieval):
+def test_losses_that_are_not_finite_are_refused(rng, tmp_path, ranks):
     texts = random_texts(rng)
     texts[0][30] = VOCAB - 1
     models = [model_of() for _ in range(ranks)]
@@ -326,7 +299,7 @@ def test_losses_that_are_not_finite_are_refused(rng, tmp_path, ranks, retrieval)
         with pytest.raises(
             ValueError, match=r"calibrate: \d+ of \d+ losses of LlamaForCausalLM .* are infinite or NaN: use"
         ):
-            calibrated(models[ring.rank], texts, ring=ring, retrieval=retrieval, folder=tmp_path / "measured")
+            calibrated(models[ring.rank], texts, ring=ring, folder=tmp_path / "measured")
 
     run_simulated(measure, ranks)
     assert not list((tmp_path / "measured").glob("changes-*"))
@@ -334,12 +307,7 @@ def test_losses_that_are_not_finite_are_refused(rng, tmp_path, ranks, retrieval)
 
 def test_models_that_predict_no_next_tokens_are_refused(rng):
     config = ModernBertConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_attention_heads=4,
-        num_hidden_layers=2,
-        intermediate_size=32,
-        pad_token_id=0,
+        vocab_size=VOCAB, hidden_size=32, num_attention_heads=4, num_hidden_layers=2, pad_token_id=0
     )
     with pytest.raises(ValueError, match="calibrate: ModernBertForMaskedLM does not compute the loss of next tokens"):
         calibrated(ModernBertForMaskedLM(config), random_texts(rng))
@@ -365,20 +333,14 @@ def test_ranks_that_differ_are_refused(rng):
     [
         ({"layers": {}}, r"a pattern for each layer with scores, \[0, 1\], got patterns for \[\]"),
         ({"layers": {"0": "exact"}}, r"scores, \[0, 1\], got patterns for \[0\]"),
-        ({"layers": {}, "scores": {}}, "a pattern for each layer with scores"),
         ({"num_hidden_layers": 1}, r"expected layers from 0 to 0, got \[0, 1\]"),
         ({"num_hidden_layers": 10**12}, "num_hidden_layers must be at most 65536, got 1000000000000"),
         ({"seq_len": float("inf")}, "seq_len must be an integer of at least 1, got inf"),
-        ({"seq_len": 64.5}, "seq_len must be an integer of at least 1, got 64.5"),
         ({"budget": float("inf")}, "expected a finite number, got inf"),
-        ({"budget": float("nan")}, "expected a finite number, got nan"),
-        ({"budget": "0.5"}, "expected a finite number, got '0.5'"),
         ({"budget_of": "time"}, "budget_of must be one of .*, got 'time'"),
         ({"retrieval": 10**400}, "expected a finite number, got 1000"),
-        ({"seed": -1}, "seed must be an integer of at least 0"),
         ({"scores": {"0": [[0.0], [float("nan")]], "1": [[0.0], [0.0]]}}, "expected a finite number, got nan"),
         ({"scores": {"0": [[0.0]] * 3, "1": [[0.0]] * 2}}, "is for 2 key/value heads, and layer 0 has 3"),
-        ({"texts": [{"tokens": 9, "exact_nll": float("inf"), "chosen_nll": 1.0}]}, "expected a finite number"),
         ({"menu": ["pyramid:8,40000"]}, "levels must be at most 63"),
         ({"layers": {"0": "kv0-99999999999=exact", "1": "exact"}}, "at most 65536 key/value heads"),
         ({"layers": {"1" * 5000: "exact"}}, "Exceeds the limit"),
@@ -391,18 +353,6 @@ def test_a_calibration_with_wrong_numbers_or_layers_is_refused(change, message, 
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(ValueError, match=f"expected a calibration that Calibration.to_dict wrote: .*{message}"):
         ra.Calibration.load(file)
-
-
-def test_a_calibration_of_fewer_layers_than_the_model_has_is_refused():
-    """The others would attend exactly."""
-
-    class OneLayer:
-        layers, num_hidden_layers = {1: ra.Pattern.parse("window:8")}, 2
-
-    with pytest.raises(
-        ValueError, match=r"has patterns for layers \[1\], and Llama.* needs them for \[0, 1\]: calibrate this"
-    ):
-        ra.patch_config(LlamaConfig(num_hidden_layers=2), OneLayer())
 
 
 def test_what_is_no_calibration_is_refused(tmp_path):

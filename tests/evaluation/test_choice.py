@@ -28,13 +28,11 @@ def test_a_choice_is_within_its_budget_and_nearly_the_best(rng):
         chosen = choose(scores, costs, budget, nothing_together(costs))
         every = np.arange(groups)
         assert costs[every, chosen].sum() <= budget
-        best = min(
-            scores[every, list(others)].sum()
-            for others in itertools.product(range(patterns), repeat=groups)
-            if costs[every, list(others)].sum() <= budget
-        )
-        # What a knapsack by prices may lose is a change of a single group.
-        assert scores[every, chosen].sum() <= best + np.ptp(scores, axis=1).max()
+        others = map(np.array, itertools.product(range(patterns), repeat=groups))
+        harms = [(scores[every, x].sum(), (x != chosen).sum()) for x in others if costs[every, x].sum() <= budget]
+        # A knapsack by prices may lose a change of a single group; changes of two groups are tried.
+        assert scores[every, chosen].sum() <= min(harms)[0] + np.ptp(scores, axis=1).max()
+        assert scores[every, chosen].sum() <= min(harm for harm, count in harms if count <= 2) + 1e-9
         assert np.array_equal(chosen, choose(scores, costs, budget, nothing_together(costs)))
 
 
@@ -60,7 +58,7 @@ def random_products(rng, groups, patterns, tokens=6):
     return np.einsum("gpn,hqn->gphq", d, d)
 
 
-def test_a_choice_of_what_groups_change_together_cannot_be_bettered_by_changes_of_two(rng):
+def test_a_choice_of_what_groups_change_together_cannot_be_bettered_by_a_change(rng):
     won = 0
     for _ in range(20):
         groups, patterns = rng.randint(2, 5), rng.randint(2, 4)
@@ -75,24 +73,7 @@ def test_a_choice_of_what_groups_change_together_cannot_be_bettered_by_changes_o
         chosen = choose(scores, costs, budget, products)
         assert costs[every, chosen].sum() <= budget
         others = [np.array(one) for one in itertools.product(range(patterns), repeat=groups)]
-        near = [
-            one
-            for one in others
-            if costs[every, one].sum() <= budget
-            and (
-                (one != chosen).sum() == 1
-                # A change of two is tried where one of them gains, and the other makes room for it.
-                or (
-                    (one != chosen).sum() == 2
-                    and sorted(costs[every, one][one != chosen] < costs[every, chosen][one != chosen]) == [False, True]
-                    and any(
-                        harm(np.where(every == group, one, chosen)) < harm(chosen) - 1e-9
-                        and costs[group, one[group]] > costs[group, chosen[group]]
-                        for group in np.flatnonzero(one != chosen)
-                    )
-                )
-            )
-        ]
+        near = [one for one in others if costs[every, one].sum() <= budget and (one != chosen).sum() == 1]
         assert all(harm(chosen) <= harm(one) + 1e-9 for one in near)
         alone = choose(scores + squares_of(products) / 2, costs, budget, nothing_together(costs))
         assert harm(chosen) <= harm(alone) + np.ptp(scores + squares_of(products), axis=1).max()
@@ -107,16 +88,6 @@ def test_changes_that_cancel_are_chosen_together():
     costs = np.array([[1, 2]] * 3)
     assert choose(np.zeros((3, 2)), costs, 4, products).tolist() == [0, 0, 1]
     assert choose(squares_of(products) / 2, costs, 4, nothing_together(costs)).tolist() != [0, 0, 1]
-
-
-def test_more_budget_is_no_worse():
-    generator = np.random.default_rng(3)
-    costs = np.tile([1, 2, 4, 8, 16], (60, 1))
-    scores = np.sort(generator.exponential(size=(60, 5)), axis=1)[:, ::-1]
-    chosen = [choose(scores, costs, 60 * share, nothing_together(costs)) for share in np.linspace(1, 16, 40)]
-    sums = [scores[np.arange(60), patterns].sum() for patterns in chosen]
-    assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(sums))
-    assert sums[-1] == pytest.approx(scores[:, -1].sum())
 
 
 def test_a_choice_by_scores_that_are_no_numbers_ends():

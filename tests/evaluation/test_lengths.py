@@ -62,8 +62,8 @@ def guide(model, ids, window, stride):
 
 def test_a_stride_is_that_of_the_guide(rng):
     model = tiny_llama()
-    for _ in range(6):
-        length, window = rng.randint(2, 90), rng.randint(2, 40)
+    for _ in range(4):
+        length, window = rng.randint(2, 60), rng.randint(2, 30)
         stride = rng.randint(1, window)
         ids = torch.randint(1, 97, (length,))
         nll = windowed_nll(model, ids, window, stride)
@@ -77,8 +77,8 @@ def test_a_stride_is_that_of_the_guide(rng):
 def test_windows_of_a_stride_open(rng):
     """Each token of the text is scored once, in the first window that contains it."""
     model = tiny_llama()
-    for _ in range(6):
-        length, window, count = rng.randint(2, 90), rng.randint(5, 40), rng.randint(1, 2)
+    for _ in range(4):
+        length, window, count = rng.randint(2, 60), rng.randint(5, 30), rng.randint(1, 2)
         stride = rng.randint(1, window)
         opening, ids = torch.randint(1, 97, (count,)), torch.randint(1, 97, (length,))
         nll = windowed_nll(model, torch.cat([opening, ids]), window, stride, opening=count)
@@ -92,7 +92,7 @@ def test_windows_of_a_stride_open(rng):
             assert float(nll[count + token]) == pytest.approx(expected, rel=EXACT), (length, window, stride)
 
 
-@pytest.mark.parametrize("count", [0, 1, 2])
+@pytest.mark.parametrize("count", [0, 1])
 def test_without_a_stride_windows_follow_each_other_and_a_rest_is_left_out(rng, count):
     model, window = tiny_llama(), rng.randint(6, 20)
     room, opening = window - count, torch.randint(1, 97, (count,))
@@ -116,7 +116,7 @@ def test_windows_that_cannot_be_are_refused():
         windowed_nll(tiny_llama(), torch.arange(9), 2, 1, opening=2)
 
 
-@pytest.mark.parametrize("count", [0, 1, 2])
+@pytest.mark.parametrize("count", [0, 2])
 def test_texts_open_as_the_tokenizer_opens_them(folder, rng, count):
     tokenizer = opened(load(folder)[1], count)
     end = tokenizer.eos_token_id
@@ -130,10 +130,9 @@ def test_texts_open_as_the_tokenizer_opens_them(folder, rng, count):
     assert text.sizes.tolist() == [0] * count + [1] * (length - count)
 
 
-@pytest.mark.parametrize("content", ["naïve café " * 40, "\u00e9\u4e2d " * 50])
-def test_bytes_are_those_of_the_text(folder, content):
+def test_bytes_are_those_of_the_text(folder):
     """Letters of several bytes are several tokens here; the last one stands for the letter."""
-    tokenizer = load(folder)[1]
+    tokenizer, content = load(folder)[1], "naïve \u4e2d " * 40
     size = len(content.encode())
     text = tokenized_text(content, tokenizer, 10_000)
     assert len(text.ids) == size == text.size_of(torch.ones(size, dtype=torch.bool))

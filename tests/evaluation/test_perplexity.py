@@ -1,11 +1,8 @@
 """Perplexity follows from the model's own logits, for every model type and padding; and bad input is refused at once."""
 
-import threading
-
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import nn
 from torch.distributed.fsdp import fully_shard
 from transformers import (
     AutoModelForCausalLM,
@@ -21,17 +18,16 @@ from transformers import (
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.support import check_predicts_next
-from tests.support.ranks import TIMEOUT, run_simulated
+from tests.support.ranks import run_simulated
 from tests.support.threads import in_threads
 from tests.support.tiny_models import CAUSAL_TYPES, NOT_BUILT, VOCAB, tiny_config, tiny_model
-from tests.support.tolerance import EXACT, float64
+from tests.support.tolerance import EXACT
 from tests.support.training import SIZES, tiny_llama
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
 #: Some number positions behind the id of padding; some take none, and number the tokens themselves; some read masks oddly.
-TYPES = ["roberta", "xlm-roberta", "camembert", "data2vec-text", "xmod", "roberta-prelayernorm", "xlm-roberta-xl"]
-TYPES += ["llama", "gpt2", "opt", "bart", "bloom", "mpt", "rwkv", "xlm"]
+TYPES = ["roberta", "data2vec-text", "xmod", "llama", "gpt2", "opt", "bart", "bloom", "rwkv", "xlm"]
 
 
 def row(seed, length):
@@ -129,28 +125,17 @@ def test_what_a_tokenizer_returns_is_taken():
 
 
 class OwnPositions(LlamaForCausalLM):
-    """A model that takes neither positions nor settings of a cache."""
+    """A model that takes neither positions nor settings of a cache, and returns a tuple."""
 
     def forward(self, input_ids):
-        return super().forward(input_ids=input_ids)
+        return super().forward(input_ids=input_ids).to_tuple()
 
 
-def test_a_model_that_takes_no_positions():
-    torch.manual_seed(0)
-    model, ids = OwnPositions(LlamaConfig(**SIZES)), row(0, 20)
-    assert ra.perplexity(model, ids).nll == pytest.approx(own(model, ids), rel=EXACT)
-
-
-class Tuples(LlamaForCausalLM):
-    def forward(self, *args, **kwargs):
-        return super().forward(*args, **kwargs).to_tuple()
-
-
-def test_a_model_whose_outputs_are_tuples():
-    ids, right = row(0, 20), own(tiny_llama(), row(0, 20))
-    model = Tuples(tiny_llama().config)
-    model.load_state_dict(tiny_llama().state_dict())
-    assert ra.perplexity(model, ids).nll == pytest.approx(right, rel=EXACT)
+def test_a_model_that_takes_no_positions_and_returns_a_tuple():
+    plain, ids = LlamaForCausalLM(LlamaConfig(**SIZES)), row(0, 20)
+    model = OwnPositions(plain.config)
+    model.load_state_dict(plain.state_dict())
+    assert ra.perplexity(model, ids).nll == pytest.approx(own(plain, ids), rel=EXACT)
 
 
 # ---- what else runs beside it
@@ -186,36 +171,6 @@ def test_threads_score_one_model():
     assert not (output._forward_pre_hooks or output._forward_hooks)
 
 
-def test_other_threads_see_the_model_as_it_is():
-    model, ids = tiny_llama(), row(0, 40)
-    inside, done, seen = threading.Event(), threading.Event(), []
-
-    class Waiting(nn.Module):
-        """Lets another thread call the model while its output layer is watched."""
-
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, *args, **kwargs):
-            if threading.current_thread() is scoring:
-                inside.set()
-                done.wait(TIMEOUT)
-            return self.inner(*args, **kwargs)
-
-    model.model.layers[0] = Waiting(model.model.layers[0])
-    scoring = threading.Thread(target=float64()(lambda: seen.append(ra.perplexity(model, ids).nll)))
-    scoring.start()
-    inside.wait(TIMEOUT)
-    with torch.no_grad():
-        seen.append(model(input_ids=ids, labels=ids))
-    done.set()
-    scoring.join()
-    output, nll = seen
-    assert output.logits.shape == (1, 40, 97)
-    assert nll == pytest.approx(float(output.loss) * 39, rel=EXACT)
-
-
 # ---- refusals
 
 
@@ -223,7 +178,6 @@ IDS = row(0, 12)
 MASK = torch.ones_like(IDS)
 REFUSED = {
     "text": ("a text", {}, "input_ids must be rows of integers of one length, got str"),
-    "nothing": ({"attention_mask": MASK}, {}, r"expected input_ids .*, got \['attention_mask'\]"),
     "ragged": ({"input_ids": [[5, 6, 7], [8, 9]]}, {}, "rows of integers of one length.*padding=True"),
     "labels": (
         {"input_ids": IDS, "labels": IDS},
@@ -237,10 +191,7 @@ REFUSED = {
         "attention_mask in the batch and another beside it",
     ),
     "float tokens": (IDS.float(), {}, r"input_ids must be integers .*, got torch.float32: pass input_ids.long\(\)"),
-    "bool tokens": (IDS.bool(), {}, "input_ids must be integers .*, got torch.bool"),
     "a token": (IDS[:, :1], {}, r"2 tokens or more, got \(1, 1\)"),
-    "no rows": (IDS[:0], {}, r"2 tokens or more, got \(0, 12\)"),
-    "three dimensions": (IDS[None], {}, r"must be \[rows, tokens\]"),
     "unknown tokens": (IDS + 97, {}, "input_ids must be from 0 to 96, as LlamaForCausalLM has embeddings, got"),
     "labels as tokens": (IDS.masked_fill(IDS > 50, -100), {}, "got -100 to .*tokens instead of labels"),
     "a float mask": (IDS, {"attention_mask": MASK.float()}, "attention_mask must be integers .1 for tokens.*float32"),
@@ -249,7 +200,6 @@ REFUSED = {
         {"attention_mask": -9 * MASK},
         "1 for tokens and 0 for padding, got values from -9 to -9",
     ),
-    "numbered documents": (IDS, {"attention_mask": MASK.cumsum(-1)}, "got values from 1 to 12"),
     "another shape": (IDS, {"attention_mask": MASK[:, :5]}, r"the shape of input_ids \(1, 12\), got \(1, 5\)"),
     "padding inside": (
         IDS,
@@ -257,7 +207,6 @@ REFUSED = {
         "batch row 0 of attention_mask has padding inside: it marks 11 of the tokens 0 to 11",
     ),
     "no token": (IDS, {"attention_mask": (torch.arange(12) == 5).long()[None]}, "no token to score"),
-    "no logits": (IDS, {"logits_at_once": 0}, "logits_at_once must be an integer of at least 1, got 0"),
 }
 
 
@@ -275,7 +224,7 @@ def test_bad_input_is_refused_before_anything_is_computed(name):
 
 
 ENCODERS = (
-    "bert", "roberta", "electra", "ernie", "camembert", "big_bird", "roformer", "rembert", "xmod", "xlm", "xlnet",
+    "bert", "roberta", "big_bird", "roformer", "xmod", "xlm", "xlnet",
 )  # fmt: skip
 
 
@@ -309,8 +258,7 @@ def test_classifiers_and_masked_language_models_are_refused():
         ra.perplexity(ModernBertForMaskedLM(ModernBertConfig(**SIZES, pad_token_id=0)), row(0, 12))
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("value", "ranks"), [(torch.nan, 2), (torch.inf, 1)])
 def test_losses_that_are_not_finite_are_refused(rng, value, ranks):
     ids = torch.tensor([rng.randrange(3, VOCAB - 1) for _ in range(60)])
     ids[40] = VOCAB - 1
@@ -327,7 +275,7 @@ def test_losses_that_are_not_finite_are_refused(rng, value, ranks):
     run_simulated(measure, ranks)
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "opt", "roberta", "biogpt", "bart", "xlm", "openai-gpt", "marian"])
+@pytest.mark.parametrize("model_type", ["gpt2", "opt", "roberta", "bart", "xlm", "marian"])
 def test_rows_longer_than_a_table_of_positions_are_refused(model_type):
     """Whose error would be an index, on the rank that has the row's end."""
     model = tiny_model(model_type, "eager")

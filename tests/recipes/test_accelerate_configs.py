@@ -1,7 +1,6 @@
 """The files of recipes/accelerate say to `accelerate launch` what their comments say, and the one for a CPU runs."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,6 @@ import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType
-from accelerate.utils.launch import prepare_multi_gpu_env
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "recipes" / "accelerate"
@@ -50,24 +48,6 @@ def test_launch_accepts_the_file(name):
     options = vars(launch_command_parser().parse_args(["script.py"]))
     for key, value in {**config.fsdp_config, **config.deepspeed_config}.items():
         assert key in options and getattr(args, key) == value, "a key that no option is named after would be ignored"
-
-
-@pytest.mark.parametrize("name", EXPECTED)
-def test_the_comment_launches_the_file(name):
-    comment = "".join(re.findall("^#.*\n", (FOLDER / name).read_text(), re.MULTILINE))
-    assert 2 <= comment.count("\n") <= 4
-    assert f"accelerate launch --config_file recipes/accelerate/{name}" in comment
-    for recipe in re.findall(r"recipes/\w+\.py", comment):
-        assert (ROOT / recipe).is_file()
-
-
-def test_two_nodes_take_rank_and_address_from_the_command_line():
-    args = validated("two-nodes-16.yaml", "--machine_rank", "1", "--main_process_ip", "10.0.0.1")
-    prepare_multi_gpu_env(args)  # what torchrun is given
-    assert (args.nnodes, args.nproc_per_node, args.node_rank) == ("2", "8", 1)
-    assert args.rdzv_endpoint == "10.0.0.1:29500"
-    # A placeholder left in place must reach no machine; torchrun then repeats that this name is not known.
-    assert validated("two-nodes-16.yaml").main_process_ip == "ADDRESS-OF-MACHINE-0"
 
 
 SCRIPT = """

@@ -2,22 +2,15 @@
 
 import importlib
 import math
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import speed
 import torch
-from timing import alternate, count, ratio
+from timing import alternate, ratio
 
 import hf_ring_attention as ra
-from tests.support.ranks import TIMEOUT
 
-ROOT = Path(__file__).parents[2]
-BENCH = ROOT / "recipes" / "bench"
 TINY = ["--heads", "2", "--head-dim", "16"]
 ONCE = ["--repeats", "1"]
 
@@ -32,17 +25,13 @@ def tables(capsys, monkeypatch):
 
     def measured(program, *words):
         importlib.import_module(program).main([*TINY, *words])
-        return tables_in(capsys.readouterr().out)
+        printed = capsys.readouterr().out
+        assert max(map(len, printed.splitlines())) <= 80
+        head, *found = printed.strip().split("\n\n")
+        assert "2 heads x 16" in head
+        return [[row for row in map(read, text.splitlines()) if len(row) > 1] for text in found]
 
     return measured
-
-
-def tables_in(printed):
-    """The tables in what a program has printed."""
-    assert max(map(len, printed.splitlines())) <= 80
-    head, *found = printed.strip().split("\n\n")
-    assert "2 heads x 16" in head
-    return [[row for row in map(read, text.splitlines()) if len(row) > 1] for text in found]
 
 
 def read(line):
@@ -65,14 +54,8 @@ def test_speed(tables):
         assert of_floor == pytest.approx(faster / flops, rel=0.02)
 
 
-def test_ideal():
-    """As its users start it."""
-    words = [*TINY, *ONCE, "--tokens", "256", "--patterns", "exact", "window:64"]
-    command = [sys.executable, str(BENCH / "ideal.py"), *words]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, timeout=TIMEOUT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (rows,) = tables_in(done.stdout)
+def test_ideal(tables):
+    (rows,) = tables("ideal", "--tokens", "256", *ONCE, "--patterns", "exact", "window:64")
     assert [row[0] for row in rows] == ["exact", "window:64"]
     for _, ring, ideal, forward, both, floor in rows:
         assert min(ring, ideal, forward, both, floor) > 0
@@ -118,24 +101,21 @@ def test_systems(tables):
         assert math.isnan(error) or error < 1e-4
 
 
-@pytest.mark.parametrize("text", ["window:40", "window:40+3", "pyramid:16,3", "exact"])
+@pytest.mark.parametrize("text", ["window:40+3", "pyramid:16,3", "exact"])
 def test_masks_of_flex_attention_show_what_the_pattern_shows(text):
     pattern = ra.Pattern.parse(text)
     mask = speed.mask_of(pattern, 2)
-    rows = torch.arange(200)
+    rows = torch.arange(120)
     for head in range(4):
         shown = mask(None, torch.tensor(head), rows[:, None], rows[None])
-        for query in (0, 77, 199):
+        for query in (0, 77, 119):
             expected = [
                 pattern.multiplicity(query, key, head=head, num_heads=4, num_kv_heads=2) for key in rows.tolist()
             ]
             assert shown[query].int().tolist() == expected
-
-
-@pytest.mark.parametrize("text", ["longnet:64/1,128/2", "kv0=exact;kv1=window:4", "branches:sink=4,window=8,last=4"])
-def test_patterns_without_a_mask_are_refused(text):
-    with pytest.raises(ValueError, match="a mask"):
-        speed.mask_of(ra.Pattern.parse(text), 1)
+    for other in ("longnet:64/1,128/2", "kv0=exact;kv1=window:4", "branches:sink=4,window=8,last=4"):
+        with pytest.raises(ValueError, match="a mask"):
+            speed.mask_of(ra.Pattern.parse(other), 1)
 
 
 def test_what_computes_something_else_has_no_row(monkeypatch):
@@ -156,7 +136,3 @@ def test_turns_alternate_and_the_first_does_not_count():
     assert order == [*"ba", *"ab", *"ba"]
     assert runs == {"a": [(3,), (6,)], "b": [(4,), (5,)]}
     assert ratio(runs, "a", "b") == (3 / 4 + 6 / 5) / 2
-
-
-def test_numbers_of_tokens_are_read():
-    assert count("4k") == 4096 and count("12") == 12

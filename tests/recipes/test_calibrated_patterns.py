@@ -51,13 +51,8 @@ def test_patterns_of_another_model_are_refused_in_one_line(folder, tmp_path):
     config = GPT2Config(n_layer=1, n_head=4, n_embd=32, vocab_size=256, n_positions=128)
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(folder / "model").save_pretrained(tmp_path)
-    for pattern, model, message in (
-        (
-            "kv0-3=window:16+2;kv4=exact",
-            folder / "model",
-            "the pattern kv0-3=window:16+2;kv4=exact is for 5 key/value heads, and",
-        ),
-        (folder / "one.json", tmp_path, "the calibration is of a model of 2 layers, and GPT2LMHeadModel has 1"),
-    ):
+    by_head, of_five = "kv0-3=window:16+2;kv4=exact", "the pattern kv0-3=window:16+2;kv4=exact is for 5 key/value heads"
+    of_two = "the calibration is of a model of 2 layers, and GPT2LMHeadModel has 1"
+    for pattern, model, message in ((by_head, folder / "model", of_five), (folder / "one.json", tmp_path, of_two)):
         done = launch("finetune.py", *options, model, "--pattern", pattern)
         assert done.returncode and message in done.stderr and "Traceback" not in done.stderr

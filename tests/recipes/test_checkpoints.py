@@ -53,11 +53,11 @@ class Killer:
         return False
 
 
-def accelerator(step, ranks=2):
-    """What `save` uses of an accelerator, with a state of several files, one in a folder."""
+def accelerator(step):
+    """What `save` uses of an accelerator, with a state of two files, one in a folder."""
 
     def save_state(folder):
-        for name in ("model/weights", "optimizer", *(f"random_{rank}" for rank in range(ranks))):
+        for name in ("model/weights", "random_0"):
             path = Path(folder, name)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(str(step))
@@ -74,12 +74,12 @@ def assert_whole(checkpoint):
     step = checkpoints.step_of(checkpoint)
     files = {str(path.relative_to(checkpoint)): path.read_text() for path in checkpoint.rglob("*") if path.is_file()}
     assert json.loads(files.pop("run.json"))["settings"] == SETTINGS
-    assert files == dict.fromkeys(("model/weights", "optimizer", "random_0", "random_1"), str(step))
+    assert files == dict.fromkeys(("model/weights", "random_0"), str(step))
     return step
 
 
 def killed_everywhere(rank, folder):
-    """Kills the second save at each of its changes, and the third of the run that goes on; how often each was killed."""
+    """Kills the second save at each change, and some third ones of the run that goes on; returns how often each was killed."""
     killer, counts = Killer(), [0, 0]
     os.fsync = lambda file: None  # A kill leaves what was written, and the disks of the tests need not be waited for.
     for first in itertools.count():
@@ -91,7 +91,7 @@ def killed_everywhere(rank, folder):
         counts[0] += 1
         step = assert_whole(checkpoints.last_saved(output))
         assert step == 2 or before <= set(output.iterdir())
-        for second in itertools.count():
+        for second in itertools.count() if first % 3 == 0 else ():
             again = Path(folder, f"{first}-{second}")
             shutil.copytree(output, again)
             killed = killer.kills(second, lambda again=again, step=step: save(again, step + 1))
@@ -108,7 +108,7 @@ def killed_everywhere(rank, folder):
 def test_a_run_killed_at_any_change_goes_on_from_a_whole_checkpoint(tmp_path):
     """In a process of its own, since auditors stay."""
     ((once, twice),) = run_ranks(killed_everywhere, 1, str(tmp_path), timeout=600)
-    assert once > 15 and twice > 15 * once  # four files and a folder written, renamed, and as many deleted
+    assert once > 10 and twice > 3 * once  # two files and a folder written, renamed, and as many deleted
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -143,13 +143,6 @@ def test_a_first_save_that_was_killed_is_told(tmp_path):
     assert checkpoints.last_saved(tmp_path) == tmp_path / "checkpoint-3"
 
 
-def test_steps_are_compared_as_numbers(tmp_path):
-    for step in (9, 100, 20):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-    (tmp_path / "checkpoint-final").mkdir()
-    assert [path.name for path in checkpoints.checkpoints(tmp_path)] == [f"checkpoint-{step}" for step in (9, 20, 100)]
-
-
 def test_models_are_known_by_their_files_wherever_they_lie(tmp_path):
     for name, weights in {"one": b"abc", "moved": b"abc", "other": b"abd"}.items():
         (tmp_path / name).mkdir()
@@ -182,12 +175,12 @@ def test_rates_of_a_run_that_goes_on_for_more_steps_are_those_of_its_schedule(ki
 
 
 def test_figures_go_on_and_facts_are_those_of_the_run_that_goes_on():
-    before = checkpoints.Figures(world_size=2, pattern="exact")
-    before.steps.append({"loss": 2.0})
-    before["held_out"][0], before["perplexity_before"], before["peak_memory_bytes"] = 1.5, 4.5, [1, 2]
-    after = checkpoints.Figures(world_size=1, pattern="exact")
+    before = checkpoints.Figures(
+        world_size=2, steps=[{"loss": 2.0}], held_out={0: 1.5}, perplexity_before=4.5, seconds=9
+    )
+    after = checkpoints.Figures(world_size=1, pattern="exact", steps=[], held_out={})
     after.load_state_dict(before.state_dict())
-    assert after.data == {
+    assert after == {
         "world_size": 1,
         "pattern": "exact",
         "steps": [{"loss": 2.0}],
@@ -198,12 +191,14 @@ def test_figures_go_on_and_facts_are_those_of_the_run_that_goes_on():
 
 def test_a_checkpoint_named_to_the_trainer_must_be_one_and_the_last(tmp_path):
     state = {"global_step": 2}
-    for step in (2, 3):
+    for step in (2, 3, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()
         (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps(state | {"global_step": step}))
-    checkpoints.check_trainer(tmp_path / "checkpoint-3", tmp_path)
+    (tmp_path / "checkpoint-final").mkdir()
+    assert [path.name for path in checkpoints.checkpoints(tmp_path)] == [f"checkpoint-{step}" for step in (2, 3, 10)]
+    checkpoints.check_trainer(tmp_path / "checkpoint-10", tmp_path)
     checkpoints.check_trainer(tmp_path / "checkpoint-2", tmp_path / "elsewhere")
-    with pytest.raises(SystemExit, match=r"written after step 2, and the run would write over .*checkpoint-3"):
+    with pytest.raises(SystemExit, match=r"written after step 2, and the run would write over .*checkpoint-3, .*-10"):
         checkpoints.check_trainer(tmp_path / "checkpoint-2", tmp_path)
-    with pytest.raises(SystemExit, match=r"no trainer_state\.json in it"):
+    with pytest.raises(SystemExit, match=r"got one without trainer_state\.json"):
         checkpoints.check_trainer(tmp_path / "yes", tmp_path)

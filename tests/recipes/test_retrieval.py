@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 import hf_ring_attention as ra
 from hf_ring_attention.hf.cache import cache_argument
 from tests.support.evaluation import load, made_up_text, save_checkpoint
-from tests.support.recipe_runs import refused, run
+from tests.support.recipe_runs import run
 from tests.support.tolerance import EXACT, float64
 
 LENGTH = 700
@@ -38,8 +38,7 @@ def decoded(writer, question):
     return text, [writer.tokenizer.decode([*prompt, *ids]).removeprefix(text) for ids in candidates]
 
 
-@pytest.mark.parametrize("task", retrieval.TASKS)
-@pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(("task", "depth"), [("passkey", 0.0), ("needle", 0.3), ("passkey", 1.0), ("needle", 1.0)])
 def test_the_first_candidate_alone_follows_from_the_prompt(writer, task, depth):
     prompt, candidates = writer.question(task, LENGTH, depth, 1)
     assert len(prompt) + max(map(len, candidates)) == LENGTH
@@ -56,6 +55,8 @@ def test_the_first_candidate_alone_follows_from_the_prompt(writer, task, depth):
 
 
 def test_questions_follow_from_their_seed_and_number(folder, writer):
+    with pytest.raises(SystemExit, match="--lengths 90: a question of passkey takes"):
+        writer.question("passkey", 90, 0.0, 0)
     other = retrieval.Writer(load(folder / "model")[1], made_up_text(5), seed=1)
     first = writer.question("needle", LENGTH, 0.5, 0)
     assert first == writer.question("needle", LENGTH, 0.5, 0)
@@ -122,7 +123,7 @@ def test_figures_are_the_means_of_questions():
 
 
 def asked(folder, output, *more):
-    words = ["--model", folder / "model", "--text", folder / "book.txt", "--lengths", 600, 700, "--depths", 0, 1]
+    words = ["--model", folder / "model", "--text", folder / "book.txt", "--lengths", 600, "--depths", 0, 1]
     return [*words, "--patterns", "exact", "window:64+4", "--json", output / "figures.json", *more]
 
 
@@ -133,7 +134,7 @@ def test_two_processes_find_what_one_finds(folder, tmp_path):
         printed = run("retrieval.py", *asked(folder, tmp_path, *more), processes=processes)
         figures = json.loads((tmp_path / "figures.json").read_text())
         assert figures["world_size"] == processes and max(map(len, printed.splitlines()[-6:-1])) <= 80
-        assert len(figures["rows"]) == 2 * 2 * 2 * 2
+        assert len(figures["rows"]) == 2 * 2 * 2
         found.append(figures["rows"])
     assert (tmp_path / "retrieval.png").stat().st_size > 5000
     for one, two in zip(*found, strict=True):
@@ -142,19 +143,5 @@ def test_two_processes_find_what_one_finds(folder, tmp_path):
         assert one["rank"] == 1 + sum(loss <= one["losses"][0] for loss in one["losses"][1:])
         chances = torch.tensor(one["losses"]).neg().softmax(0)
         assert one["probability"] == pytest.approx(float(chances[0]), rel=1e-4)
-    exact, window = found[0][:8], found[0][8:]
+    exact, window = found[0][:4], found[0][4:]
     assert all(one["losses"] != other["losses"] for one, other in zip(exact, window, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--depths", 1.5], "--depths: numbers from 0, the beginning, to 1 were expected, got [1.5]"),
-        (["--patterns", "windw:3"], "--patterns: pattern 'windw:3'"),
-        (["--lengths", 90], "--lengths 90: a question of passkey takes"),
-        (["--plot", "none/a.png"], "--plot: there is no folder 'none'"),
-    ],
-)
-def test_what_cannot_be_asked_is_refused(folder, tmp_path, words, message):
-    said = refused("retrieval.py", *asked(folder, tmp_path, *words))
-    assert message in said and "Traceback" not in said

@@ -5,8 +5,6 @@ import importlib
 import io
 import json
 import os
-import subprocess
-import sys
 import traceback
 import warnings
 from pathlib import Path
@@ -20,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.checkpoints import save_tiny_checkpoint
 from tests.support.programs import Ended, run_program
+from tests.support.ranks import TIMEOUT
 from tests.support.tolerance import allowed, distance, largest
 from tests.support.training import process_environment
 
@@ -91,21 +90,11 @@ def assert_same_perplexity(found, expected, *nudged):
 
 AS_GPUS = Path(__file__).parent / "as_gpus.py"
 
-#: What starts a recipe anew: Python; or two processes by torch's launcher, and by Accelerate's with the files of
-#: recipes/accelerate, whose plugins act where Accelerate takes the processes for GPUs.
-ACCELERATE = ["-m", "accelerate.commands.launch", "--num_processes", "2", "--main_process_port", "0"]
-LAUNCHERS = {
-    "python": [],
-    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
-}
-for plugin in ("fsdp2", "zero3"):
-    file = RECIPES / "accelerate" / f"{plugin}.yaml"
-    LAUNCHERS[plugin] = [*ACCELERATE, "--config_file", str(file), "--mixed_precision", "no", str(AS_GPUS)]
-
 
 def environment_of(plugin):
     """The variables that Accelerate's launcher sets for the processes of a file of recipes/accelerate."""
-    command = [*LAUNCHERS[plugin][2:], "script.py"]
+    command = ["--num_processes", "2", "--main_process_port", "0", "--mixed_precision", "no"]
+    command += ["--config_file", str(RECIPES / "accelerate" / f"{plugin}.yaml"), "script.py"]
     args = _validate_launch_command(launch_command_parser().parse_args(command))[0]
     if plugin == "fsdp2":
         return prepare_multi_gpu_env(args)
@@ -113,25 +102,20 @@ def environment_of(plugin):
     return prepare_deepspeed_cmd_env(args)[1]
 
 
-def launch(recipe, *arguments, launcher=None, processes=1, timeout=1200, path=None, plugin=None):
-    """What became of a recipe, from a launcher or from none; a folder of modules for it comes before others.
+def launch(recipe, *arguments, processes=1, fork=False, plugin=None):
+    """What became of a recipe.
 
-    Without a launcher, one process is this one, and several are forked; "fork" also forks a single one. With a `plugin`, two
-    processes are forked that find what the launcher would set for them.
+    One process is this one, unless it is to be forked as several are. With a `plugin`, two processes are forked that find what
+    the launcher would set for them.
     """
     environment = {**os.environ, **ENVIRONMENT}
-    if path is not None:
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(path), os.environ.get("PYTHONPATH")]))
     if plugin is not None:
-        options = {"processes": 2, "environment": environment | environment_of(plugin), "timeout": timeout}
+        options = {"processes": 2, "environment": environment | environment_of(plugin), "timeout": TIMEOUT}
         return run_program(AS_GPUS, RECIPES / recipe, *arguments, **options)
-    if launcher is None and processes == 1:
+    if processes == 1 and not fork:
         return _run_here(recipe, arguments)
-    if launcher in (None, "fork"):
-        options = {"processes": processes, "environment": environment, "timeout": timeout}
-        return run_program(RECIPES / recipe, *arguments, **options)
-    command = [sys.executable, *LAUNCHERS[launcher], str(RECIPES / recipe), *map(str, arguments)]
-    return subprocess.run(command, env=environment, timeout=timeout, capture_output=True, text=True)
+    options = {"processes": processes, "environment": environment, "timeout": TIMEOUT}
+    return run_program(RECIPES / recipe, *arguments, **options)
 
 
 def _run_here(recipe, arguments):

@@ -35,7 +35,7 @@ def texts(count, *columns, shortest=9, longest=30, seed=0):
     return Dataset.from_list(rows)
 
 
-def settings(folder, steps=5, batch_size=2, **changes):
+def settings(folder, steps=3, batch_size=2, **changes):
     """The arguments that all these Trainers share."""
     return {
         "output_dir": folder,

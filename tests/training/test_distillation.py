@@ -78,9 +78,7 @@ def assert_same_gradients(gradients, expected):
 
 
 # Plain and tied heads, scaled and capped ones, and layers with windows of their own.
-@pytest.mark.parametrize(
-    ("model_type", "kind"), [("llama", "padded"), ("cohere", "packed"), ("gemma2", "packed"), ("granite", "padded")]
-)
+@pytest.mark.parametrize(("model_type", "kind"), [("cohere", "packed"), ("gemma2", "packed"), ("granite", "padded")])
 def test_it_is_the_divergence_of_a_plain_computation(model_type, kind, rng, tokens_at_once):
     model = student(model_type).train()
     teacher = ra.patch_model(with_large_weights(tiny_model(model_type, "ring_dilated")), "exact").eval()
@@ -90,7 +88,7 @@ def test_it_is_the_divergence_of_a_plain_computation(model_type, kind, rng, toke
     expected = plain_divergence(model, teacher, rows)
     assert float(expected.detach()) > 1e-4
     gradients = gradients_of(model, expected)
-    for at_once in (1, 10, 1000):
+    for at_once in (10, 1000):
         tokens_at_once(at_once)
         loss = ra.distillation_loss(model, rows)
         assert_exact(loss.detach(), expected.detach())
@@ -100,15 +98,7 @@ def test_it_is_the_divergence_of_a_plain_computation(model_type, kind, rng, toke
 
 # Layouts of exact attention and of the pattern differ where the ring chooses them.
 @pytest.mark.parametrize(
-    ("world_size", "kind", "layout"),
-    [
-        (2, "padded", "auto"),
-        (3, "packed", "auto"),
-        (3, "padded", "zigzag"),
-        (2, "packed", "zigzag"),
-        (2, "padded", "documents"),
-        (3, "packed", "documents"),
-    ],
+    ("world_size", "kind", "layout"), [(2, "padded", "auto"), (2, "packed", "zigzag"), (3, "packed", "documents")]
 )
 def test_a_ring_learns_what_one_process_does(world_size, kind, layout, rng, tokens_at_once):
     tokens_at_once(5)
@@ -156,10 +146,9 @@ def with_adapters(model, *modules):
     return get_peft_model(model, lora)
 
 
-@pytest.mark.parametrize("modules", [(), ("lm_head",)])
-def test_adapters_learn_from_the_model_without_them(modules, rng, tokens_at_once):
+def test_adapters_learn_from_the_model_without_them(rng, tokens_at_once):
     """The student is in evaluation mode, where its dropout is not random; the teacher has none in either."""
-    model = with_adapters(student("llama"), *modules).eval()
+    model = with_adapters(student("llama"), "lm_head").eval()
     teacher = ra.patch_model(with_large_weights(tiny_model("llama", "ring_dilated")), "exact").eval()
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     frozen = next(name for name in sorted(trained))

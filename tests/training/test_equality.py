@@ -31,15 +31,10 @@ def distillation(model, batch, items):
 #: By name: the kind of run, its data, and its settings.
 ON_TWO = {
     "loop": (loop, "padded", {"decay": True}),
-    "loop left": (loop, "left", {}),
-    "loop packed": (loop, "packed", {"batch_size": 3}),
-    "loop packed zigzag": (loop, "packed", {"batch_size": 3, "layout": "zigzag", "transport": "ring"}),
-    "loop packed documents": (loop, "packed", {"batch_size": 3, "layout": "documents", "transport": "ring"}),
+    "packed, zigzag, ring": (loop, "packed", {"batch_size": 3, "layout": "zigzag", "transport": "ring"}),
     "documents, FSDP2, checkpointing": (loop, "left", {"layout": "documents", "wrap": "fsdp2", "checkpointing": True}),
-    "checkpointing": (loop, "padded", {"checkpointing": True}),
-    "ring, zigzag": (loop, "padded", {"transport": "ring", "layout": "zigzag"}),
     "collective, contiguous": (loop, "padded", {"transport": "collective", "layout": "contiguous"}),
-    "heads": (loop, "packed", {"batch_size": 3, "transport": "heads"}),
+    "packed, heads": (loop, "packed", {"batch_size": 3, "transport": "heads"}),
     "heads, FSDP2, checkpointing": (loop, "padded", {"transport": "heads", "wrap": "fsdp2", "checkpointing": True}),
     "accumulating": (loop, "padded", {"accumulate": 2, "batch_size": 1}),
     "sharded loader": (loop, "padded", {"sharded_loader": True}),
@@ -48,8 +43,6 @@ ON_TWO = {
         "packed",
         {"sharded_loader": True, "batch_size": 3, "layout": "documents", "workers": 1},
     ),
-    "exact attention": (loop, "padded", {"pattern": ra.Pattern.exact()}),
-    "FSDP2": (loop, "padded", {"wrap": "fsdp2"}),
     "FSDP2, accumulating, checkpointing": (loop, "packed", {"wrap": "fsdp2", "accumulate": 2, "checkpointing": True}),
     "distillation": (loop, "packed", {"batch_size": 3, "layout": "documents", "loss_of": distillation}),
     "distillation, FSDP2, accumulating, checkpointing": (
@@ -57,9 +50,7 @@ ON_TWO = {
         "left",
         {"wrap": "fsdp2", "accumulate": 2, "checkpointing": True, "loss_of": distillation},
     ),
-    "Trainer": (trainer, "padded", {}),
     "Trainer, packed, documents": (trainer, "packed", {"batch_size": 3, "layout": "documents"}),
-    "Trainer, packed, ring": (trainer, "packed", {"batch_size": 3, "transport": "ring"}),
     "Trainer, packed, heads, zigzag": (trainer, "packed", {"batch_size": 3, "transport": "heads", "layout": "zigzag"}),
     "Trainer, accumulating, checkpointing": (
         trainer,
@@ -69,7 +60,6 @@ ON_TWO = {
 }
 #: The same for models with mixers and with routers of experts, by the names that `made_model` reads.
 HYBRIDS = {
-    "delta rule and routers, Trainer": (trainer, "packed", {"model": "qwen3_next routers"}),
     "delta rule and routers, FSDP2, checkpointing": (
         loop,
         "left",
@@ -83,26 +73,17 @@ HYBRIDS = {
     ),
     "Mamba, routers, FSDP2": (loop, "packed", {"model": "jamba routers", "wrap": "fsdp2", "layout": "documents"}),
     "convolutions, Trainer": (trainer, "packed", {"model": "lfm2"}),
-    "routers, Trainer, accumulating": (
-        trainer,
-        "packed",
-        {"model": "mixtral routers", "accumulate": 2, "batch_size": 1},
-    ),
 }
 ON_TWO |= HYBRIDS
 #: One process reads the batches of all rings together.
 ON_FOUR = {
-    "loop": (loop, "padded", {"transport": "ring", "decay": True}),
-    "loop, packed, ring": (loop, "packed", {"transport": "ring", "batch_size": 3}),
-    "loop, packed, heads": (loop, "packed", {"transport": "heads", "batch_size": 3}),
+    "loop, packed, ring": (loop, "packed", {"transport": "ring", "batch_size": 3, "decay": True}),
     "one ring of groups by heads, FSDP2": (
         loop,
         "packed",
         {"transport": "heads", "heads": 2, "wrap": "fsdp2", "ring_size": 4, "batch_size": 6},
     ),
-    "FSDP2": (loop, "padded", {"wrap": "fsdp2", "checkpointing": True}),
     "distillation, FSDP2": (loop, "padded", {"wrap": "fsdp2", "loss_of": distillation}),
-    "Trainer": (trainer, "padded", {}),
     "Trainer, accumulating": (trainer, "padded", {"accumulate": 2}),
     "Trainer, one ring of groups by heads": (
         trainer,

@@ -70,20 +70,11 @@ def counted(rank, ring_size):
     }
 
 
-@pytest.mark.parametrize("ring_size", [2, 4])
-def test_an_accelerator_counts_rings(ring_size, programs):
-    """Four processes; a schedule of 8 steps of all rings has done a quarter after two."""
-    rings = 4 // ring_size
-    for rank, found in enumerate(programs.run(counted, 4, ring_size)):
-        ring = rank // ring_size
-        assert found == {
-            "numbers": (rings, ring),
-            "seen": True,
-            "rate": 0.75,
-            "gather": [ring_size * number for number in range(rings)],
-            "sum": [rings, 2 * rings],
-            "names": [f"ring {number}" for number in range(rings)],
-        }
+def test_an_accelerator_counts_rings(programs):
+    """Two rings of two; a schedule of 8 steps of both has done a quarter after two."""
+    for rank, found in enumerate(programs.run(counted, 4, 2)):
+        expected = {"numbers": (2, rank // 2), "seen": True, "rate": 0.75, "gather": [0, 2], "sum": [2, 4]}
+        assert found == expected | {"names": ["ring 0", "ring 1"]}
 
 
 def orders(rank, ring_size, with_generator):
@@ -98,8 +89,7 @@ def orders(rank, ring_size, with_generator):
     return accelerator.process_index, [[x for batch in loader for x in batch[:, 0].tolist()] for _ in range(2)]
 
 
-@pytest.mark.parametrize("ring_size", [2, 4])
-@pytest.mark.parametrize("with_generator", [False, True])
+@pytest.mark.parametrize(("ring_size", "with_generator"), [(2, False), (4, True)])
 def test_ranks_of_a_ring_read_the_same_rows_whatever_their_random_states(ring_size, with_generator, programs):
     read = programs.run(orders, 4, ring_size, with_generator)
     of_rings = dict(read)

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import PromptTuningConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hf_ring_attention as ra
@@ -40,23 +40,13 @@ def interrupted(rank, folder, ring_size):
     return whole, again, tokens
 
 
-@pytest.mark.parametrize(("world_size", "ring_size"), [(1, 1), (4, 2)])
-def test_a_resumed_run_ends_as_the_uninterrupted_one(world_size, ring_size, tmp_path, programs):
-    ranks = (
-        [interrupted(0, tmp_path, 1)] if world_size == 1 else programs.run(interrupted, world_size, tmp_path, ring_size)
-    )
-    for whole, again, _ in ranks:
+def test_a_resumed_run_ends_as_the_uninterrupted_one(tmp_path, programs):
+    for whole, again, _ in programs.run(interrupted, 4, tmp_path, 2):
         assert len(again["losses"]) == 5, "the history before the checkpoint is kept"
         assert_equal_runs(again, whole, "resumed")
 
 
 # ---- adapters, and 16 bits
-
-
-def with_lora(rank, folder, ring_size):
-    torch.manual_seed(3)
-    model = get_peft_model(tiny_llama(), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "lm_head"]))
-    return trainer(rank, folder, ring_size=ring_size, model=model, **DATA)[0]
 
 
 def with_prompts(rank, folder, ring_size):
@@ -66,11 +56,11 @@ def with_prompts(rank, folder, ring_size):
     return trainer(rank, folder, ring_size=ring_size, model=model, **DATA)[0]
 
 
-@pytest.mark.parametrize("kind", [with_lora, with_prompts], ids=lambda kind: kind.__name__)
-def test_adapters(kind, tmp_path, programs):
-    alone = kind(0, tmp_path / "alone", 1)
-    for figures in programs.run(kind, 2, tmp_path / "ring", 2):
-        assert_equal_runs(figures, alone, kind.__name__)
+def test_virtual_tokens(tmp_path, programs):
+    """LoRA is in test_equality.py."""
+    alone = with_prompts(0, tmp_path / "alone", 1)
+    for figures in programs.run(with_prompts, 2, tmp_path / "ring", 2):
+        assert_equal_runs(figures, alone, "with_prompts")
 
 
 def in_bfloat16(rank, folder, ring_size):
@@ -124,7 +114,7 @@ def diverging(rank, folder, ring_size):
     return finite, told
 
 
-@pytest.mark.parametrize(("world_size", "ring_size"), [(1, 1), (2, 2), (2, 1)])
+@pytest.mark.parametrize(("world_size", "ring_size"), [(2, 2), (2, 1)])
 def test_a_loss_that_is_not_finite_is_told_on_all_processes_together(world_size, ring_size, tmp_path, programs):
     for rank, (finite, told) in enumerate(programs.run(diverging, world_size, tmp_path, ring_size)):
         assert finite and told[0] == "step 3: nan nan"

@@ -6,7 +6,7 @@ import copy
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, get_args
@@ -45,8 +45,8 @@ MENU = (
 )
 
 #: The entries of a config that do not change what the model computes under a given pattern.
-_NOT_OF_THE_MODEL = {IMPLEMENTATION, "_name_or_path", "_attn_implementation", "attn_implementation"}
-_NOT_OF_THE_MODEL |= {"transformers_version"}
+_NOT_OF_THE_MODEL = {IMPLEMENTATION, "_name_or_path", "transformers_version"}
+_NOT_OF_THE_MODEL |= {"_attn_implementation", "attn_implementation"}
 #: The attributes of PEFT's layers that decide which adapters compute, and how much they count.
 _OF_ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
 #: Integers by their bytes.
@@ -62,7 +62,6 @@ def calibrate(
     *,
     budget_of: BudgetOf = "flops",
     ranks: int | None = None,
-    seq_len: int | None = None,
     retrieval: float = 0.1,
     refinements: int = 1,
     seed: int = 0,
@@ -84,29 +83,23 @@ def calibrate(
         budget: the share of exact attention's cost, in (0, 1], for all layers without their own window.
         menu: the patterns to choose among, as `Pattern` or text.
         ring: the ranks over which texts are sharded; None for the ring that the model was patched with, if any.
-        budget_of: the cost. "flops" counts the query-key pairs of a whole text. "cache_reads" counts the rows of the key/value
-            cache that attention reads for the next token, which cost time in generation (the cache keeps all rows). "bytes"
-            counts the rows of keys and values that ranks of a ring receive from each other, which cost time on a slow link.
+        budget_of: the cost, counted for the longest text. "flops" counts its query-key pairs. "cache_reads" counts the rows of
+            the key/value cache that attention reads for the next token. "bytes" counts the rows of keys and values that ranks
+            of a ring receive from each other.
         ranks: the size of the ring for "bytes"; None for the ring over which texts are sharded.
-        seq_len: the tokens at which costs are counted; None for the longest text.
-        retrieval: the weight of a text, made of the first one, in which random tokens must be found again far back. The
-            log-odds of its answers score it. With 1, its scores add up to as much as those of all other texts. With 0 there is
-            no such text, and heads that retrieve may lose their keys, because plain text hardly shows them.
-        refinements: how often the scores are corrected around the last choice. A correction helps texts like the given ones,
-            and may harm other texts: give texts of every kind that the model will read, or take 0.
-        seed: a number of at least 0 that decides the tokens drawn in the first pass, and the retrieval text.
-        folder: where each measurement is written at once. A run that was killed continues from there, with the same result;
-            another budget reuses the measurements. None writes nothing.
-        progress: whether a bar counts the layers of all passes; a file gets a line of it every half minute.
+        retrieval: the weight of a text, made of the first one, in which random tokens must be found again far back. With 1,
+            its scores add up to as much as the scores of all other texts. With 0, heads that retrieve may lose their keys.
+        refinements: how often the scores are corrected around the last choice. A correction may harm other kinds of texts.
+        seed: decides the tokens drawn in the first pass, and the retrieval text.
+        folder: for measurements. A run that was killed continues from there, with the same result; another budget reuses them.
+        progress: whether a bar counts the passes of texts; a file gets a line of it every half minute.
 
     Returns:
         The patterns, with scores and measured losses, the same on every rank.
 
     Raises:
-        ValueError: on every rank, before anything is computed: no causal language model, a budget outside (0, 1] or below the
-            cheapest pattern of the menu, a menu of fewer than two patterns, or with a pattern twice or for several heads, texts
-            that are too short or contain unknown tokens, a folder that another process writes to, or ranks that differ.
-            Later: a damaged file in the folder.
+        ValueError: on every rank, before anything is computed: no causal language model; a wrong budget, menu or text; a folder
+            that another process writes to; ranks that differ. Later: a damaged file in the folder.
         OSError: on rank 0, a folder that cannot be written to; the other ranks raise ValueError.
         NotImplementedError: a model that ring_dilated does not compute; a model whose layers all have windows.
 
@@ -130,18 +123,22 @@ def calibrate(
         patterns = _checked_menu(menu)
         rows = _checked_texts(inner, texts, retrieval)
         _check_numbers(budget, retrieval, refinements, seed)
-        cost = _checked_cost(budget_of, ranks, served, seq_len, rows, patterns, budget)
+        cost = _checked_cost(budget_of, ranks, served, max(map(len, rows)), patterns, budget)
         settings = {"model": _stamp_of(inner), "dtype": str(inner.dtype), "menu": [*map(str, patterns)]}
-        numbers = {"budget": budget, "cost": cost, "retrieval": retrieval, "refinements": refinements, "seed": seed}
-        others = {"texts": [*map(digest, rows)], "whether there is a folder": folder is not None}
-        for name, value in {**settings, **numbers, **others}.items():
-            call.same(name, value)
+        numbers: dict[str, Any] = {
+            "budget": budget,
+            "cost": cost,
+            "retrieval": retrieval,
+            "refinements": refinements,
+            "seed": seed,
+        }
+        numbers |= {"texts": [*map(digest, rows)], "whether there is a folder": folder is not None}
+        call.values = settings | numbers
     plain = [plain_text(row, seed) for row in rows]
     answers = [retrieval_text(rows[0], seed)] if retrieval else []
     written_to = None if folder is None else Path(folder)
-    layers = inner.config.get_text_config().num_hidden_layers
     passes = 2 * len(plain) * (1 + refinements) + len(answers)  # Each choice is tried by forward passes.
-    bar = progress_bar("calibrate", passes * layers, "layer", silent=not progress or served.rank > 0)
+    bar = progress_bar("calibrate", passes, "pass", silent=not progress or served.rank > 0)
     with _measuring(inner, served, written_to), bar:
         search = Search(inner, served, plain, patterns, written_to, settings, bar)
         search.measure_exact(answers, retrieval, cost, budget)
@@ -152,7 +149,7 @@ def calibrate(
     scores = search.by_layer(squares_of(search.products + search.harm) / 2)
     return Calibration(
         layers=search.patterns(best.chosen),
-        num_hidden_layers=layers,
+        num_hidden_layers=inner.config.get_text_config().num_hidden_layers,
         budget=budget,
         budget_of=cost.of,
         seq_len=cost.seq_len,
@@ -172,19 +169,15 @@ def _stamp_of(model: PreTrainedModel) -> str:
     """Returns a checksum that differs between models: of their tensors, config and adapters."""
     config = model.config.get_text_config().to_dict()
     settings = {name: value for name, value in config.items() if name not in _NOT_OF_THE_MODEL}
-    # Buffers that are not saved follow from the config, and machines round them differently. A tensor is known by its first
-    # numbers, and by the sum of the bits of all numbers, which any order of adding gives.
+    # A tensor is known by its first numbers, and by the sum of the bits of all numbers, which any order of adding gives.
     tensors = {}
     for name, x in model.state_dict().items():
         if isinstance(x, Tensor):
             bits = x.contiguous().view(_INTEGERS[x.element_size()])
             tensors[name] = digest(x.flatten()[:256].float()), int(bits.sum(dtype=torch.int64))
     # The tensors contain the weights of all adapters, whether they compute or not.
-    adapters = [
-        [name, *(str(getattr(layer, setting, None)) for setting in _OF_ADAPTERS)]
-        for name, layer in model.named_modules()
-        if hasattr(layer, "disable_adapters")
-    ]
+    layers = ((name, layer) for name, layer in model.named_modules() if hasattr(layer, "disable_adapters"))
+    adapters = [[name, *(str(getattr(layer, entry, None)) for entry in _OF_ADAPTERS)] for name, layer in layers]
     return digest([tensors, json.dumps(settings, default=str), adapters])
 
 
@@ -227,17 +220,16 @@ def _checked_menu(menu: Any) -> tuple[Pattern, ...]:
 
 
 def _checked_texts(model: PreTrainedModel, texts: Any, retrieval: float) -> list[Tensor]:
-    if isinstance(texts, (str, bytes, Mapping)) or not isinstance(texts, (Sequence, Tensor)) or not len(texts):
-        raise ValueError(
-            f"calibrate: texts must be a list with the token ids of one or more texts, got {type(texts).__name__}"
-        )
+    if isinstance(texts, (str, bytes)) or not isinstance(texts, (Sequence, Tensor)) or not len(texts):
+        got = type(texts).__name__
+        raise ValueError(f"calibrate: texts must be a list with the token ids of one or more texts, got {got}")
     rows = [token_ids(f"text {number}", text, "calibrate") for number, text in enumerate(texts)]
     for number, row in enumerate(rows):
         if row.dim() != 1:
             raise ValueError(f"calibrate: text {number} must be [tokens], got {list(row.shape)}: pass texts one by one")
         least = SHORTEST_RETRIEVAL_TEXT if retrieval and number == 0 else 2
         if len(row) < least:
-            remedy = "take a longer text, or retrieval=0" if least > 2 else "take a longer text"
+            remedy = "take a longer text" + (", or retrieval=0" if least > 2 else "")
             raise ValueError(f"calibrate: text {number} must have {least} or more tokens, got {len(row)}: {remedy}")
         check_token_rows(model, row[None], torch.ones_like(row)[None], "calibrate")
     return rows
@@ -252,20 +244,13 @@ def _check_numbers(budget: Any, retrieval: Any, refinements: Any, seed: Any) -> 
     check_count("calibrate", "seed", seed, least=0)
 
 
-def _checked_cost(
-    budget_of: Any, ranks: Any, ring: Ring, seq_len: Any, rows: Sequence[Tensor], menu: Sequence[Pattern], budget: float
-) -> Cost:
+def _checked_cost(budget_of: Any, ranks: Any, ring: Ring, seq_len: int, menu: Sequence[Pattern], budget: float) -> Cost:
     check_choice("calibrate", "budget_of", budget_of, get_args(BudgetOf))
     if budget_of == "bytes":
         ranks = ring.world_size if ranks is None else ranks
-        if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 2:
-            raise ValueError(
-                f"calibrate: one rank moves no bytes: name the ranks of the ring, 2 or more, got {ranks!r}"
-            )
+        check_count("calibrate: a ring that moves bytes", "ranks", ranks, least=2)
     elif ranks is not None:
         raise ValueError(f"calibrate: ranks={ranks!r} needs budget_of='bytes', got {budget_of!r}: leave it out")
-    seq_len = max(map(len, rows)) if seq_len is None else seq_len
-    check_count("calibrate", "seq_len", seq_len, least=2)
     cost = Cost(budget_of, seq_len, ranks)
     exact, (least, cheapest) = cost.of_exact(), min((cost.of_pattern(pattern, 0, 1), str(pattern)) for pattern in menu)
     if least > budget * exact:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal
 
 import numpy as np
@@ -17,8 +17,7 @@ from ...plan.plans import pairs_of_row
 from ...plan.problem import Problem
 from ...plan.traffic import exchanged
 
-#: What a budget limits, as a share of exact attention's cost: the FLOPs of attention over a whole text, the rows of the
-#: key/value cache that attention reads for the token after it, or the bytes that the ranks of a ring exchange.
+#: The cost that a budget limits, see `Cost`.
 BudgetOf = Literal["flops", "cache_reads", "bytes"]
 #: How many single changes are tried in pairs: the best that gain, and the best that make room for another.
 _TRIED_IN_PAIRS = 256
@@ -31,13 +30,9 @@ def choose(scores: np.ndarray, costs: np.ndarray, budget: float, products: np.nd
 
     The harm of patterns c is sum_g scores[g, c_g] + 1/2 sum_g,h products[g, c_g, h, c_h]. Bisection finds a price on costs at
     which each group, as if it were alone, takes the pattern with the least harm + price * cost. What is left of the budget
-    then pays for the changes that gain most, and for exchanges, in which one change makes room for another. The result
-    depends on the arguments alone.
+    then pays for the changes that gain most, and for exchanges, in which one change makes room for another.
 
-    Args:
-        scores, costs: [G, P] float64 or ints, in any unit.
-        budget: at least the sum of each group's least cost.
-        products: [G, P, G, P], symmetric, without negative eigenvalues.
+    `scores` and `costs` are [G, P]; `products` are [G, P, G, P], symmetric, without negative eigenvalues.
     """
     least = float(costs.min(1).sum())
     if least > budget * (1 + _ROUNDING):
@@ -59,7 +54,8 @@ def choose(scores: np.ndarray, costs: np.ndarray, budget: float, products: np.nd
     chosen = _at_price(alone, costs, high)
     # Smaller gains are rounding errors.
     least_gain = 1e-12 * max(float(np.abs(scores).max()), float(squares_of(products).max()), 1e-300)
-    while moves := _best_moves(scores, costs, budget, products, chosen, least_gain):
+    flat = products.reshape(scores.size, scores.size)
+    while moves := _best_moves(scores.ravel(), costs.ravel(), budget, flat, chosen, least_gain):
         for move in moves:
             group, chosen_pattern = divmod(move, scores.shape[1])
             chosen[group] = chosen_pattern
@@ -86,13 +82,21 @@ def _best_moves(
 ) -> list[int]:
     """Returns the change, or the two changes, that lower the harm most within the budget; none if nothing lowers it.
 
-    A change is a number in G * P: group * P + the pattern that it takes.
+    A change is a number in G * P: group * P + the pattern that it takes. `scores` and `costs` are [G * P], and `products` are
+    [G * P, G * P].
     """
-    every, (num_groups, num_patterns) = np.arange(len(chosen)), scores.shape
-    groups = np.repeat(np.arange(num_groups), num_patterns)
-    gain = (scores[every, chosen][:, None] - scores - _harm_of_changes(products, chosen)).ravel()
-    price = (costs - costs[every, chosen][:, None]).ravel()
-    room = budget - _cost(costs, chosen)
+    changes, num_patterns = np.arange(len(scores)), len(scores) // len(chosen)
+    before = changes // num_patterns * num_patterns + np.repeat(chosen, num_patterns)
+    taken = before[::num_patterns]
+
+    def together(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+        """Returns the harm of two changes together, beyond the harm of each by itself."""
+        others = before[first], before[second]
+        return products[first, second] - products[first, others[1]] - products[others[0], second] + products[others]
+
+    pulls = products[:, taken].sum(1)
+    gain = scores[before] - scores + pulls[before] - pulls - together(changes, changes) / 2
+    price, room = costs - costs[before], budget - float(costs[taken].sum())
     best, moves = least_gain, list[int]()
     fitting = np.flatnonzero((price <= room) & (gain > least_gain))
     if len(fitting):
@@ -100,38 +104,15 @@ def _best_moves(
         best, moves = gain[first], [first]
     # Only a change that gains may take the room that another makes; the best few are enough.
     gaining, freeing = np.flatnonzero(gain > least_gain), np.flatnonzero(price < 0)
-    gaining = gaining[np.argsort(-gain[gaining], kind="stable")][:_TRIED_IN_PAIRS]
+    gaining = gaining[np.argsort(-gain[gaining], kind="stable")][:_TRIED_IN_PAIRS, None]
     freeing = freeing[np.argsort(gain[freeing] / price[freeing], kind="stable")][:_TRIED_IN_PAIRS]
     if len(gaining) and len(freeing):
-        both = gain[gaining][:, None] + gain[freeing] - _products_of_changes(products, chosen, gaining, freeing)
-        allowed = (price[gaining][:, None] + price[freeing] <= room) & (groups[gaining][:, None] != groups[freeing])
-        both = np.where(allowed, both, -np.inf)
+        allowed = (price[gaining] + price[freeing] <= room) & (before[gaining] != before[freeing])
+        both = np.where(allowed, gain[gaining] + gain[freeing] - together(gaining, freeing), -np.inf)
         row, column = np.unravel_index(both.argmax(), both.shape)
         if both[row, column] > best + least_gain:
-            moves = [int(gaining[row]), int(freeing[column])]
+            moves = [int(gaining[row, 0]), int(freeing[column])]
     return moves
-
-
-def _harm_of_changes(products: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """Returns [G, P]: the harm, by the products, if one group takes this pattern and the others stay."""
-    every, squares = np.arange(len(chosen)), squares_of(products)
-    with_chosen = products[:, :, every, chosen]  # [G, P, G]
-    of_all, own = with_chosen.sum(2), with_chosen[every, :, every]
-    change = squares + squares[every, chosen][:, None] - 2 * own
-    return of_all - of_all[every, chosen][:, None] + change / 2
-
-
-def _products_of_changes(products: np.ndarray, chosen: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Returns [m, k]: the harm of each two changes, beyond the harm of each by itself."""
-    num_patterns = products.shape[1]
-    flat = products.reshape(-1, products.shape[0] * num_patterns)
-    before, other_before = (x // num_patterns * num_patterns + chosen[x // num_patterns] for x in (first, second))
-    return (
-        flat[np.ix_(first, second)]
-        - flat[np.ix_(first, other_before)]
-        - flat[np.ix_(before, second)]
-        + flat[np.ix_(before, other_before)]
-    )
 
 
 # ---- costs
@@ -143,8 +124,7 @@ class Cost:
 
     "flops" counts the query-key pairs of one query head. "cache_reads" counts the pairs of the query behind the text; in
     segments it takes the mean of all places, which are as often nearly empty as nearly full. "bytes" counts the rows of keys
-    and values that the ranks of a ring receive from each other in a zigzag. Heads have different phases in dilated branches, so
-    their costs may differ a little.
+    and values that the ranks of a ring receive from each other in a zigzag. Costs of heads differ by their phases.
     """
 
     of: BudgetOf
@@ -178,10 +158,8 @@ class Cost:
         lengths = (branch.length for branch in part.pattern.branches if isinstance(branch, Segment))
         period = max((length for length in lengths if length is not None and length <= self.seq_len), default=1)
         # The mean over one query in each place of the longest segment.
-        pairs, more = (
-            _pairs_in_head(part.pattern, kv_head, num_kv_heads, self.seq_len + tokens) for tokens in (0, period)
-        )
-        return -((pairs - more) // period)
+        pairs = partial(_pairs_in_head, part.pattern, kv_head, num_kv_heads)
+        return -((pairs(self.seq_len) - pairs(self.seq_len + period)) // period)
 
 
 def _in_one_head(pattern: Pattern, kv_head: int, num_kv_heads: int) -> Pattern:

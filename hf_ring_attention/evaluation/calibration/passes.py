@@ -40,6 +40,7 @@ from ...plan.layouts import SequenceLayout
 from ...plan.patterns import Pattern
 from ...ring.attention import ring_attention
 from ...ring.ring import Ring
+from ...training.distillation import divergences
 from ..logits import check_finite, hidden_states, layout_of_rows
 from .texts import ScoredText, drawn_tokens
 
@@ -55,44 +56,25 @@ _CHECKPOINTING = "gradient_checkpointing"
 
 @dataclass(frozen=True)
 class TextChanges:
-    """What a pass of a text measured.
-
-    All are means of the scored tokens.
-
-    Attributes:
-        nll: the negative log-likelihood, in nats.
-        divergence: from the predictions under exact attention, in nats; 0 if the pass did not compare them.
-        linear: for each layer [Hkv, P] float64 on the CPU: d.
-        products: [G, P, G, P] float32 on the CPU: the products of two patterns' d, for the G groups of heads in the order of
-            their layers; None but for a first pass.
-    """
+    """Means over the scored tokens of a text that a pass measured; losses are in nats, tensors on the CPU."""
 
     nll: float
-    divergence: float
-    linear: dict[int, Tensor]
-    products: Tensor | None
+    divergence: float  # from the predictions under exact attention; 0 if the pass did not compare them
+    linear: dict[int, Tensor]  # for each layer [Hkv, P] float64: d
+    products: Tensor  # [G, P, G, P] float32, of two patterns' d in the G groups of heads; empty but for a first pass
 
 
 def measure_text(
-    model: PreTrainedModel,
-    ring: Ring,
-    text: ScoredText,
-    menu: Sequence[Pattern] = (),
-    exact: Tensor | None = None,
-    after_layer: Callable[[], object] = lambda: None,
+    model: PreTrainedModel, ring: Ring, text: ScoredText, menu: Sequence[Pattern] = (), exact: Tensor | None = None
 ) -> tuple[TextChanges, Tensor]:
-    """Measures, in one pass of a text, what each pattern would change in each head of each layer without its own window.
+    """Measures, in one pass of a text, the change by each pattern in each head of each layer without its own window.
 
-    Args:
-        model: a patched model; changes are counted from the patterns that it has.
-        menu: the patterns; without any, there is a forward pass alone.
-        exact: [1, n, width] this rank's hidden states under exact attention; None for a first pass, and under exact attention.
-
-    Returns:
-        The changes, the same on every rank; and [1, n, width] this rank's hidden states.
+    Changes are counted from the patterns of the model. Without a menu, there is a forward pass alone. `exact` are this rank's
+    hidden states under exact attention; None for a first pass, and under exact attention. Returns the changes, the same on
+    every rank, and this rank's hidden states, [1, n, width].
     """
     layout, back = layout_of_rows(model, ring, text.ids[None]), bool(menu)
-    changes = _LayerChanges(ring, layout, menu, after_layer, keep=exact is None)
+    changes = _LayerChanges(ring, layout, menu, keep=exact is None)
     labels = F.pad(text.ids[1:].masked_fill(~text.scored[1:], IGNORED), (0, 1), value=IGNORED)
     positions = torch.tensor(layout.positions(ring.rank))
     with evaluating(model), _tapped(model, changes.add) if back else nullcontext():
@@ -105,11 +87,13 @@ def measure_text(
             scored = labels[part] != IGNORED
             answers, states = labels[part][scored], hidden[0, part][scored].detach().requires_grad_(back)
             with torch.set_grad_enabled(back):
-                expected = None if exact is None else _precise(head, exact[0, part][scored])
                 logits = _precise(head, states)
-                losses = logits.new_zeros(1) if expected is None else _divergences(logits, expected)
-                if back and expected is None:
+                if exact is not None:
+                    losses = divergences(logits, _precise(head, exact[0, part][scored]))
+                elif back:
                     losses = _losses(logits, answers, text.seed, positions[part][scored.cpu()].tolist())
+                else:
+                    losses = logits.new_zeros(1)
             if back:
                 gradient[0, part][scored] = torch.autograd.grad(losses.sum(), states)[0]
             nll = F.cross_entropy(logits.detach(), answers, reduction="none")
@@ -122,23 +106,14 @@ def measure_text(
         nll=float(mean_nll),
         divergence=0.0 if exact is None else float(mean_loss),
         linear={layer: x / text.num_scored for layer, x in changes.linear.items()},
-        products=changes.products(text.num_scored) if back and exact is None else None,
+        products=changes.products(text.num_scored),
     ), hidden.detach()
-
-
-# ---- losses
 
 
 def _precise(head: Head, states: Tensor) -> Tensor:
     """Returns the logits [m, vocabulary] of hidden states [m, width], in float32 at least."""
     logits = head(states[None])[0]
     return logits.to(accumulation_dtype(logits.dtype))
-
-
-def _divergences(logits: Tensor, expected: Tensor) -> Tensor:
-    """Returns [m]: the divergence of each prediction from the expected one, in nats."""
-    logps, expected = logits.log_softmax(-1), expected.log_softmax(-1)
-    return F.kl_div(logps, expected, reduction="none", log_target=True).sum(-1)
 
 
 def _losses(logits: Tensor, answers: Tensor, seed: int | None, positions: Iterable[int]) -> Tensor:
@@ -156,13 +131,11 @@ def _losses(logits: Tensor, answers: Tensor, seed: int | None, positions: Iterab
 class _LayerChanges:
     """Sums up d of each layer as its gradient arrives: `linear` has [Hkv, P] for each layer, the sum over all tokens."""
 
-    def __init__(
-        self, ring: Ring, layout: SequenceLayout, menu: Sequence[Pattern], after_layer: Callable[[], object], keep: bool
-    ) -> None:
+    def __init__(self, ring: Ring, layout: SequenceLayout, menu: Sequence[Pattern], keep: bool) -> None:
         """`keep` keeps the d of tokens, for products of all layers."""
         self.linear: dict[int, Tensor] = {}
         self._kept: dict[int, Tensor] = {}
-        self._ring, self._menu, self._after_layer, self._keep = ring, menu, after_layer, keep
+        self._ring, self._menu, self._keep = ring, menu, keep
         positions = torch.tensor(layout.positions(ring.rank))
         self._is_token = positions < layout.seq_len
         self._num_places = min(layout.seq_len, MOST_HELD)
@@ -175,10 +148,7 @@ class _LayerChanges:
     def add(
         self, layer: int, settings: dict[str, Any], query: Tensor, key: Tensor, value: Tensor, out: Tensor, grad: Tensor
     ) -> None:
-        """Computes the attention of a layer under each pattern, and adds up the changes.
-
-        `settings` are the other arguments of the layer's `ring_attention`; out and grad are [1, H, n, Dv].
-        """
+        """Adds up the changes by each pattern; `settings` are other arguments of `ring_attention`, out is [1, H, n, Dv]."""
         num_kv_heads, num_tokens = key.shape[1:3]
         d = torch.zeros(num_kv_heads, len(self._menu), num_tokens, dtype=torch.float64, device=out.device)
         for number, pattern in enumerate(self._menu):
@@ -194,11 +164,9 @@ class _LayerChanges:
             kept.index_add_(2, self._places.to(d.device), d * self._signs.to(d.device))
             # Each token is on one rank, so the sum over ranks contains it once.
             self._kept[layer] = torch.stack(self._ring.gather(kept.float())).sum(0).cpu()
-        self._after_layer()
 
     def products(self, num_scored: int) -> Tensor:
-        """Returns `TextChanges.products`."""
-        if not self._kept:  # Every layer has its own window.
+        if not self._kept:
             return torch.zeros(0, 0, 0, 0)
         d = torch.cat([self._kept[layer] for layer in sorted(self._kept)])
         rows = d.flatten(0, 1).double()
@@ -210,16 +178,15 @@ def _tapped(model: PreTrainedModel, tap: Callable[..., None]) -> Iterator[None]:
     """Has `tap` called for each attention layer when its gradient arrives, with the arguments of `_LayerChanges.add`.
 
     Gradients are recorded from the embedded tokens on, and not for parameters. If the model supports it, backward computes
-    layers again, so that only one of them is held. The context of the forward pass is gone then; so the tap is an attribute of
-    the modules and not a context variable.
+    layers again, so that only one of them is held. The context of the forward pass is gone then, so the modules have the tap.
     """
-    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    tapped = list(decoder_of(model).modules())
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    training = [layer.training for layer in layers]
-    before = {module: module.gradient_checkpointing for module in model.modules() if hasattr(module, _CHECKPOINTING)}
+    modules, tapped = list(model.modules()), list(decoder_of(model).modules())
+    layers = [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
+    saved: list[tuple[Any, str, bool]] = [(x, "requires_grad", x.requires_grad) for x in model.parameters()]
+    saved += [(layer, "training", layer.training) for layer in layers]
+    saved += [(x, _CHECKPOINTING, getattr(x, _CHECKPOINTING)) for x in modules if hasattr(x, _CHECKPOINTING)]
     hook = model.get_input_embeddings().register_forward_hook(lambda *args: args[-1].requires_grad_())
-    for parameter in learned:
+    for parameter in model.parameters():
         parameter.requires_grad_(False)
     for module in tapped:
         setattr(module, TAP, partial(_through_tap, tap))
@@ -231,24 +198,14 @@ def _tapped(model: PreTrainedModel, tap: Callable[..., None]) -> Iterator[None]:
         yield
     finally:
         hook.remove()
-        for parameter in learned:
-            parameter.requires_grad_(True)
         for module in tapped:
             delattr(module, TAP)
-        for layer, mode in zip(layers, training):
-            layer.training = mode
-        for module, value in before.items():
-            setattr(module, _CHECKPOINTING, value)
+        for holder, name, value in saved:
+            setattr(holder, name, value)
 
 
 def _through_tap(
-    tap: Callable[..., None],
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    settings: dict[str, Any],
+    tap: Callable[..., None], module: nn.Module, query: Tensor, key: Tensor, value: Tensor, out: Tensor, settings: Any
 ) -> Tensor:
     """Returns the output of a layer's attention, whose gradient the tap will get."""
     layer = getattr(module, "layer_idx", None)

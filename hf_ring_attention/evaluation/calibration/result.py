@@ -46,16 +46,11 @@ class Calibration:
     Attributes:
         layers: the pattern of each layer without its own window.
         num_hidden_layers: the number of all layers of the model.
-        budget: the share of exact attention's cost that was allowed.
-        budget_of: the cost: "flops", "cache_reads" or "bytes".
         seq_len: the number of tokens at which costs were counted.
-        ranks: the size of the ring whose bytes were counted; None for other costs.
-        menu: the patterns that could be chosen.
-        scores: for each layer [key/value heads][len(menu)]: how far this pattern in this head alone is expected to take the
-            predictions from exact attention's, as a mean divergence in nats, with the weighted scores of retrieval.
+        budget, budget_of, ranks, menu, retrieval, seed: as in `calibrate`.
+        scores: for each layer [key/value heads][len(menu)]: the mean divergence in nats from exact attention's predictions
+            that this pattern in this head alone is expected to cause, with the weighted scores of retrieval.
         texts: the texts that the patterns were chosen by.
-        retrieval: the weight of retrieval in the scores, as in `calibrate`.
-        seed: the number that decided the drawn tokens and the retrieval text.
 
     Example:
         >>> chosen = ra.calibrate(tiny_llama(), [torch.arange(1, 65)], budget=0.5, menu=["window:8", "window:16", "exact"])
@@ -79,15 +74,13 @@ class Calibration:
     seed: int
 
     def __post_init__(self) -> None:
-        if not self.layers or {*self.layers} != {*self.scores}:
+        layers, scored = sorted(self.layers), sorted(self.scores)
+        if not layers or layers != scored:
             raise ValueError(
-                f"Calibration: expected a pattern for each layer with scores, {sorted(self.scores)}, got patterns for "
-                f"{sorted(self.layers)}: calibrate again"
+                f"Calibration: expected a pattern for each layer with scores, {scored}, got patterns for {layers}"
             )
-        if not all(0 <= layer < self.num_hidden_layers for layer in self.layers):
-            raise ValueError(
-                f"Calibration: expected layers from 0 to {self.num_hidden_layers - 1}, got {sorted(self.layers)}"
-            )
+        if not all(0 <= layer < self.num_hidden_layers for layer in layers):
+            raise ValueError(f"Calibration: expected layers from 0 to {self.num_hidden_layers - 1}, got {layers}")
         for layer, pattern in self.layers.items():
             pattern.check_heads(len(self.scores[layer]), f"layer {layer}")
 
@@ -103,8 +96,8 @@ class Calibration:
             of: the cost, as `budget_of` of `calibrate`; "bytes" of a calibration without ranks is a ValueError.
             seq_len: tokens of a document; None for the calibration's own.
         """
-        if of == "bytes" and (self.ranks is None or self.ranks < 2):
-            raise ValueError(f"Calibration.share: a ring that moves bytes has 2 or more ranks, got ranks={self.ranks}")
+        if of == "bytes":
+            check_count("Calibration.share: a ring that moves bytes", "ranks", self.ranks, least=2)
         cost, layers = Cost(of, seq_len or self.seq_len, self.ranks), self.of_heads().values()
         costs = [cost.of_pattern(x, head, len(heads)) for heads in layers for head, x in enumerate(heads)]
         return sum(costs) / (len(costs) * cost.of_exact())
@@ -115,10 +108,8 @@ class Calibration:
 
     def of_heads(self) -> dict[int, tuple[Pattern, ...]]:
         """Returns the pattern of each key/value head of each layer."""
-        return {
-            layer: tuple(pattern.of_kv_head(head) for head in range(len(self.scores[layer])))
-            for layer, pattern in self.layers.items()
-        }
+        heads = {layer: range(len(scores)) for layer, scores in self.scores.items()}
+        return {layer: tuple(map(pattern.of_kv_head, heads[layer])) for layer, pattern in self.layers.items()}
 
     @property
     def texts_of_layers(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The search for the patterns of all groups of heads: passes of the texts, and choices by what they measured.
+"""The search for the patterns of all groups of heads: passes of the texts, and choices by their measurements.
 
 Each measurement is written to a file at once, so that a run that was killed continues. Rank 0 writes and reads for all.
 """
@@ -27,18 +27,14 @@ from .passes import TextChanges, measure_text
 from .texts import ScoredText
 
 #: The version of the files.
-_FORMAT = 6
-#: How far a refined choice may go from the last one, tried in turn until one is better: the factor of the harm that changes are
-#: expected to do together.
+_FORMAT = 7
+#: Factors of the harm that changes are expected to do together, tried in turn until a refined choice is better.
 CAUTION = (1.0, 2.0, 4.0)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The pattern of the menu that each group has, [G], with the nll of each text and the divergence from exact attention.
-
-    Forward passes measured both, as means of tokens, in nats.
-    """
+    """The pattern of each group, [G], with the mean nll of each text and the mean divergence from exact attention, in nats."""
 
     chosen: np.ndarray
     nlls: tuple[float, ...]
@@ -48,19 +44,15 @@ class Choice:
 class Search:
     """Chooses patterns for a patched model, whose G groups of heads are in the order of their layers.
 
-    Args:
-        texts: the plain texts, whose tokens all count alike.
-        folder: of measurements. The name of a file contains a checksum of everything that decides its measurement, so another
-            calibration neither reads nor overwrites it.
-        settings: what decides all measurements.
-        bar: a bar like tqdm's, which counts the layers of all passes.
+    The names of files in the folder contain a checksum of everything that decides their measurements, such as `settings`, so
+    another calibration neither reads nor overwrites them. `bar` is a bar like tqdm's, which counts passes.
 
     Attributes, after `measure_exact`:
-        heads: the number of key/value heads of each layer for which patterns can be chosen.
-        nlls: for each plain text, the mean negative log-likelihood of its tokens under exact attention, in nats.
+        heads: the number of key/value heads of each layer without its own window.
+        nlls: the mean negative log-likelihood of each plain text under exact attention, in nats.
         products: [G, P, G, P] float64: the mean products of two patterns' d over the tokens of all plain texts.
-        harm: likewise for the texts with answers, by their weight; 0 without such texts.
-        costs: [G, P] of each pattern of the menu in each group, as `Cost` counts; all groups may cost `budget` together.
+        harm: the same for the texts with answers, weighted; 0 without such texts.
+        costs: [G, P]: the cost of each pattern in each group; all groups may cost `budget` together.
     """
 
     def __init__(
@@ -76,7 +68,7 @@ class Search:
         self._model, self._ring, self._texts, self._menu = model, ring, texts, menu
         self._folder, self._settings, self._bar = folder, {**settings, "format": _FORMAT}, bar
         self._num_layers = model.config.get_text_config().num_hidden_layers
-        self._exact: dict[str, Tensor] = {}  # By the digest of the text; they are small beside its logits.
+        self._exact: dict[str, Tensor] = {}  # [1, n, width] by the digest of the text; small beside its logits.
         self._shares = np.array([text.num_scored for text in texts]) / sum(text.num_scored for text in texts)
 
     def measure_exact(self, answers: Sequence[ScoredText], retrieval: float, cost: Cost, budget: float) -> None:
@@ -89,10 +81,10 @@ class Search:
                 f"calibrate: every layer of {type(self._model).__name__} has its own window, so no choice is left: set "
                 f"patterns with ra.patch_config(config, pattern, layers=...)"
             )
-        self.products: Any = sum(share * _products(of_text) for share, of_text in zip(self._shares, changes))
+        self.products: Any = sum(share * x.products.double().numpy() for share, x in zip(self._shares, changes))
         self.harm: Any = 0.0
         for text in answers:
-            of_answers = _products(self._measured({}, text, self._menu))
+            of_answers = self._measured({}, text, self._menu).products.double().numpy()
             of_menu = squares_of(self.products).sum() / max(squares_of(of_answers).sum(), 1e-300)
             self.harm = self.harm + retrieval * of_menu * of_answers
         self.costs = np.concatenate([cost.of_menu(self._menu, count) for count in self.heads.values()])
@@ -116,7 +108,7 @@ class Search:
             if np.array_equal(chosen, best.chosen):
                 break
             if caution != CAUTION[0]:
-                self._bar.total += len(self._texts) * self._num_layers
+                self._bar.total += len(self._texts)
             candidate = self._tried(chosen)
             if candidate.divergence < best.divergence:
                 return candidate
@@ -139,51 +131,41 @@ class Search:
         return Choice(chosen, tuple(of_text.nll for of_text in losses), divergence)
 
     def _measured(self, layers: Mapping[int, Pattern], text: ScoredText, menu: Sequence[Pattern] = ()) -> TextChanges:
-        """Returns what a pass of a text measures, or has measured, under patterns of layers; without a menu, a forward pass."""
-        before, names = self._bar.n, {layer: str(pattern) for layer, pattern in sorted(layers.items())}
+        """Measures a text under patterns of layers, or reads the measurement; without a menu, by a forward pass."""
         changes, file = None, None
         if self._folder is not None:
+            names = {layer: str(pattern) for layer, pattern in sorted(layers.items())}
             checksum = digest([self._settings, text.digest, names])
             file = self._folder / f"{'changes' if menu else 'losses'}-{checksum}.pt"
             changes = self._read(file)
         if changes is None:
-            exact = self._exact_states(text) if layers else None
+            exact = None
+            if layers:  # Every choice is compared with the hidden states under exact attention.
+                if text.digest not in self._exact:
+                    self._set({})
+                    self._exact[text.digest] = measure_text(self._model, self._ring, text)[1]
+                exact = self._exact[text.digest]
             self._set(layers)
-            changes, _ = measure_text(self._model, self._ring, text, menu, exact, lambda: self._bar.update())
+            changes, _ = measure_text(self._model, self._ring, text, menu, exact)
             if file is not None:
                 with self._ring.agreement(f"writing {file.name}"):
                     if self._ring.rank == 0:
                         with whole_file(file) as part:
                             torch.save(vars(changes), part)
-        # Count layers with their own window, too, and all layers of a pass that an earlier run measured.
-        self._bar.update(before + self._num_layers - self._bar.n)
+        self._bar.update()
         return changes
 
     def _read(self, file: Path) -> TextChanges | None:
         """Returns the measurement in a file; None if there is no such file."""
-        content: dict[str, Any] | None = None
         with self._ring.agreement(f"reading {file.name}") as call:
             if self._ring.rank == 0 and file.exists():
                 try:
-                    content = torch.load(file, weights_only=True)
+                    call.message = torch.load(file, weights_only=True)
                 except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
                     raise ValueError(f"{file} is damaged: delete it, and it is measured again") from error
-            call.message = content
         return None if call.answers[0] is None else TextChanges(**call.answers[0])
-
-    def _exact_states(self, text: ScoredText) -> Tensor:
-        """Returns [1, n, width] this rank's hidden states under exact attention, with which every choice is compared."""
-        if text.digest not in self._exact:
-            self._set({})
-            self._exact[text.digest] = measure_text(self._model, self._ring, text)[1]
-        return self._exact[text.digest]
 
     def _set(self, layers: Mapping[int, Pattern]) -> None:
         """Sets patterns of layers, and exact attention in the others that have no window of their own."""
         patterns: Any = SimpleNamespace(layers=layers, num_hidden_layers=self._num_layers)
         patch_config(self._model.config, patterns if layers else "exact")
-
-
-def _products(changes: TextChanges) -> np.ndarray:
-    assert changes.products is not None  # It was a first pass.
-    return changes.products.double().numpy()

@@ -21,26 +21,20 @@ SHORTEST_RETRIEVAL_TEXT = 4 * NEEDLE
 
 @dataclass(frozen=True)
 class ScoredText:
-    """A text, and which of its tokens are scored.
+    """A text, and which of its tokens are scored, by the prediction at the token before each."""
 
-    Attributes:
-        ids: [n] int64, on the CPU.
-        scored: [n] bool: the tokens that are scored, by the prediction at the token before each; never the first.
-        seed: decides the tokens that are drawn from predictions; None if the text's own tokens are answers to be found.
-    """
-
-    ids: Tensor
-    scored: Tensor
-    seed: int | None
+    ids: Tensor  # [n] int64, on the CPU
+    scored: Tensor  # [n] bool; never the first
+    seed: (
+        int | None
+    )  # of the tokens that are drawn from predictions; None if the text's own tokens are answers to be found
 
     @property
     def num_scored(self) -> int:
-        """How many tokens are scored."""
         return int(self.scored.sum())
 
     @property
     def digest(self) -> str:
-        """A checksum of the text, of the scored tokens, and of the seed."""
         return digest([digest(self.ids), digest(self.scored), self.seed])
 
 
@@ -52,10 +46,9 @@ def plain_text(ids: Tensor, seed: int) -> ScoredText:
 def drawn_tokens(logits: Tensor, seed: int, positions: Iterable[int]) -> Tensor:
     """Returns [m] int64: for each of the logits [m, vocabulary], a token drawn with the probability that it predicts.
 
-    The token has the largest sum of logit and Gumbel noise, minus the logarithm of an exponential variable. A position has the
-    same noise on any number of ranks. So the draw is the same, unless rounding decides between the two largest sums. Rounding
-    would far more often move a draw from cumulated probabilities across one of the borders of the whole vocabulary.
-    `positions` are the places of the m tokens in their text.
+    The token has the largest sum of logit and Gumbel noise, minus the logarithm of an exponential variable. A position in the
+    text has the same noise on any number of ranks, so rounding matters only between the two largest sums. It would far more
+    often move a draw from cumulated probabilities.
     """
     drawn = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     for number, (row, position) in enumerate(zip(logits.detach(), positions, strict=True)):
