@@ -23,7 +23,6 @@ def add_explain(parser: Parser) -> None:
     parser.add_model("Take heads and layers from its config.json.")
     parser.add_heads()
     add = parser.add_argument
-    add("--layers", metavar="N", type=at_least(1), default=1, help="Layers, without --model (default 1).")
     parser.add_choice("--dtype", ("float32", "bfloat16", "float16", "float64"), "Type of numbers", "bfloat16")
     add("--batch-size", metavar="N", type=at_least(1), default=1, help="Rows at once (default 1).")
     add("--bidirectional", action="store_true", help="Queries also see keys after them.")
@@ -70,19 +69,8 @@ def attention_of(args: Namespace) -> ModelAttention:
         return attention_of_config(args, pattern)
     if args.heads is None or args.head_dim is None:
         raise Refusal("needed are --heads and --head-dim (and --kv-heads, if they are fewer), or --model")
-    pattern, layers = pattern or Pattern.exact(), getattr(args, "layers", 1)
-    return ModelAttention(
-        name="",
-        model_type="",
-        num_heads=args.heads,
-        num_kv_heads=key_value_heads(args.heads, args.kv_heads),
-        head_dim=args.head_dim,
-        value_dim=args.head_dim,
-        base=pattern,
-        layers=(pattern,) * layers,
-        numbers=tuple(range(layers)),
-        sliding=(False,) * layers,
-    )
+    heads, pattern = (args.heads, key_value_heads(args.heads, args.kv_heads)), pattern or Pattern.exact()
+    return ModelAttention("", "", *heads, args.head_dim, args.head_dim, pattern, (pattern,), (0,), (False,))
 
 
 def attention_of_config(args: Namespace, pattern: Pattern | None) -> ModelAttention:
@@ -132,44 +120,38 @@ def _print_answer(answer: dict[str, Any]) -> None:
         grid.add_row(Text(name, style="bold"), Text(text))
     terminal().print(grid, "")
     kinds, step, mixers = answer["layer_kinds"], answer["step"], answer["mixers"]
-    several = step["layers"] > 1
-    rows: list[Any] = [(row["kind"], row["pattern"], len(row["layers"]), *_flop_cells(row)) for row in kinds]
-    rows += [("a step", "", step["layers"], *_flop_cells(step))] * several
+    flops = [(row["kind"], row["pattern"], len(row["layers"]), *_flop_cells(row)) for row in kinds]
+    moved: list[Any] = []
+    for row in kinds:
+        for name in (name for name in get_args(TransportKind) if f"{name}_bytes" in row):
+            mark = " *" * (name == row["transport"])
+            moved.append((row["kind"], name + mark, *_byte_cells(row[f"{name}_bytes"])))
+    if mixers:
+        moved.append(("mixers", f"{mixers['gathers']} *", *_byte_cells(mixers["bytes"])))
+    if step["layers"] > 1 or mixers:
+        flops.append(("a step", "", step["layers"], *_flop_cells(step)))
+        moved.append(("a step", "as chosen *", *_byte_cells(step["bytes"])))
     headings = ("layers", "pattern", "number", "forward", "backward", "imbalance", "of exact")
     notes = ["forward, backward: the busiest rank; imbalance: busiest / mean; of exact: the share of all ranks' FLOPs"]
-    print_table("TFLOP of one layer" + " and of all" * several, headings, rows, notes, left=2)
-    rows = []
-    for row in kinds:
-        for name in get_args(TransportKind):
-            if f"{name}_bytes" in row:
-                mark = " *" * (name == row["transport"])
-                rows.append((row["kind"], name + mark, *_byte_cells(row[f"{name}_bytes"])))
-    if mixers:
-        rows.append(("mixers", f"{mixers['gathers']} *", *_byte_cells(mixers["bytes"])))
-    if several or mixers:
-        rows.append(("a step", "as chosen *", *_byte_cells(step["bytes"])))
-    columns = ("layers", "transport", "forward", "backward", "buffers", "of mean")
+    print_table("TFLOP of one layer, and of a step", headings, flops, notes, left=2)
+    headings = ("layers", "transport", "forward", "backward", "buffers", "of mean")
     notes = ["* marks the chosen transport; of mean: the work of the busiest rank over the mean"]
-    title = "Bytes that the busiest rank receives in one layer" + " and in all" * (several or bool(mixers))
-    print_table(title, columns, rows, notes, left=2)
+    print_table("Bytes that the busiest rank receives in one layer, and in a step", headings, moved, notes, left=2)
 
 
 def _facts(answer: dict[str, Any]) -> list[tuple[str, str]]:
     """Returns the lines above the tables, each with its name."""
     ranks, kinds, mixers = answer["ranks"], answer["layer_kinds"], answer["mixers"]
     padding = f", {answer['padding']} of padding" if answer["padding"] else ""
-    shape = f"{answer['heads']}/{answer['kv_heads']} heads x {answer['head_dim']}"
-    if answer["value_dim"] != answer["head_dim"]:
-        shape += f" (values {answer['value_dim']})"
+    tokens = f"{short_count(answer['tokens'])} tokens over {ranks} ranks: {answer['tokens_of_a_rank']} each{padding}"
+    values = "" if answer["value_dim"] == answer["head_dim"] else f" (values {answer['value_dim']})"
+    shape = f"{answer['heads']}/{answer['kv_heads']} heads x {answer['head_dim']}{values}"
     facts = [("model", f"{answer['model']} ({answer['model_type']})")] if answer["model"] else []
-    spread = f"over {ranks} ranks: {answer['tokens_of_a_rank']} each{padding}"
-    facts.append(("sequence", f"{short_count(answer['tokens'])} tokens {spread}"))
-    settings = f"{answer['dtype']}, batch size {answer['batch_size']}"
-    facts.append(("attention", f"{answer['step']['layers']} layer(s), {shape}, {settings}"))
-    if len(kinds) > 1 or mixers:
-        facts += [(f"layers, {row['kind']}", layer_numbers(row["layers"])) for row in kinds]
+    facts.append(("sequence", f"{tokens}, {answer['dtype']}, batch size {answer['batch_size']}"))
+    facts.append(("attention", f"{answer['step']['layers']} layer(s), {shape}"))
+    facts += [(f"layers, {row['kind']}", layer_numbers(row["layers"])) for row in kinds if answer["model"]]
     if mixers:
-        facts.append(("mixers", _mixers_in_words(mixers, ranks)))
+        facts.append(("mixers", f"in layers {layer_numbers(mixers['layers'])}{_mixers_in_words(mixers, ranks)}"))
     facts.append(("layout", f"{answer['layout']}: {answer['layout_reason']}"))
     balances = answer["imbalance_of_layouts"].items()
     facts.append(("imbalance", ", ".join(f"{kind} {imbalance:.2f}" for kind, imbalance in balances)))
@@ -181,16 +163,15 @@ def _facts(answer: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _mixers_in_words(mixers: dict[str, Any], ranks: int) -> str:
-    """Returns the work of a hybrid's mixers over a ring, in a sentence."""
-    where = f"in layers {layer_numbers(mixers['layers'])}"
+    """Returns the work of a hybrid's mixers over a ring, the end of a sentence."""
     if ranks == 1:
-        return f"{where}, on one rank"
+        return ", on one rank"
     sent = short_bytes(mixers["bytes"]["forward_sent"])
     if mixers["gathers"] == "states":
-        return f"{where}; states of {mixers['runs_of_a_rank']} runs of each rank pass, {sent} sent a layer"
+        return f"; states of {mixers['runs_of_a_rank']} runs of each rank pass, {sent} sent a layer"
     return (
-        f"{where}; no states pass: each rank gathers whole rows, sends {sent} a layer, and computes them up to its last "
-        f"token: up to {mixers['most_work']} times the work of one device in all"
+        f"; no states pass: each rank gathers whole rows, sends {sent} a layer, and computes them up to its last token: up to "
+        f"{mixers['most_work']} times the work of one device in all"
     )
 
 

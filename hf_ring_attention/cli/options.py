@@ -23,8 +23,6 @@ Value = TypeVar("Value")
 
 #: The most layers, heads, ranks or rows that a command takes; it makes lists of so many.
 MOST = 65536
-#: The most tokens of a sequence.
-MOST_TOKENS = 2**40
 #: The ends of the names of files that pictures are written to.
 PICTURE_FORMATS = (".png", ".svg", ".pdf")
 #: The packages that some features need: the name to import, and the requirement for pip.
@@ -57,16 +55,15 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(name, choices=choices, metavar="NAME", default=default, help=text)
 
     def add_json(self) -> None:
-        """Adds --json."""
         self.add_argument("--json", action="store_true", help="Write JSON to stdout, and nothing else there.")
 
     def add_pattern(self, text: str, name: str = "--pattern", **settings: Any) -> None:
         """Adds a pattern, or several, as texts."""
         self.add_argument(name, metavar="TEXT", type=pattern_text, help=text, **settings)
 
-    def add_picture(self, name: str, text: str, required: bool = False) -> None:
+    def add_picture(self, name: str, text: str) -> None:
         """Adds the file of a picture."""
-        self.add_argument(name, metavar="FILE.png", type=picture_file, required=required, help=text)
+        self.add_argument(name, metavar="FILE.png", type=picture_file, help=text)
 
     def add_model(self, text: str, required: bool = False) -> None:
         """Adds --model, and the permission to run its code."""
@@ -74,7 +71,6 @@ class Parser(argparse.ArgumentParser):
         self.add_trust()
 
     def add_trust(self) -> None:
-        """Adds --trust-remote-code."""
         text = "Run the Python code that the model brings; read it first."
         self.add_argument("--trust-remote-code", action="store_true", help=text)
 
@@ -85,9 +81,8 @@ class Parser(argparse.ArgumentParser):
 
     def add_row(self) -> None:
         """Adds the options for one row over a ring: its tokens, its documents, the ranks, and the layout."""
-        text = "Lengths of the documents that are packed into the row; default: one."
-        add, tokens = self.add_argument, "Tokens of the whole row: 4096, 128k, 1M."
-        add("--tokens", type=token_count(), metavar="N", required=True, help=tokens)
+        add, text = self.add_argument, "Lengths of the documents that are packed into the row; default: one."
+        add("--tokens", type=token_count(), metavar="N", required=True, help="Tokens of the whole row: 4096, 128k, 1M.")
         add("--ranks", type=at_least(1), metavar="N", required=True, help="Ranks of the ring.")
         add("--documents", type=comma_list(token_count()), metavar="N,N,...", help=text)
         self.add_layout()
@@ -100,7 +95,6 @@ class Parser(argparse.ArgumentParser):
         add("--head-dim", type=at_least(1), metavar="N", help="Size of a head, without --model.")
 
     def add_layout(self) -> None:
-        """Adds --layout."""
         self.add_choice("--layout", ("auto", *get_args(LayoutKind)), "How the row is divided among the ranks", "auto")
 
     def add_transport(self) -> None:
@@ -123,7 +117,7 @@ def at_least(least: int, most: int = MOST, tokens: bool = False) -> Callable[[st
 
     def number(text: str) -> int:
         # Python refuses to read thousands of digits.
-        match = re.fullmatch(r"([+-]?[0-9]{1,40})([kKmM]?)" if tokens else r"([+-]?[0-9]{1,40})()", text.strip())
+        match = re.fullmatch(r"([+-]?[0-9]{1,40})([kKmM]?)" if tokens else r"([+-]?[0-9]{1,40})()", text)
         if match is None:
             kind = "number of tokens such as 4096, 128k or 1M" if tokens else f"whole number of at least {least}"
             raise argparse.ArgumentTypeError(f"a {kind} was expected, got {text!r:.40}")
@@ -138,7 +132,7 @@ def at_least(least: int, most: int = MOST, tokens: bool = False) -> Callable[[st
 
 def token_count(least: int = 1) -> Callable[[str], int]:
     """Returns the type of numbers of tokens: 4096, 128k or 1M."""
-    return at_least(least, MOST_TOKENS, tokens=True)
+    return at_least(least, 2**40, tokens=True)
 
 
 def above_zero(most: float = math.inf) -> Callable[[str], float]:

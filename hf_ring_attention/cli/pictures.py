@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..cost.timeline import Span, Timeline
+from ..cost.timeline import Timeline
 from ..plan.branches import Branch, Last, Segment, Sink
 from ..plan.layouts import SequenceLayout
 from ..plan.patterns import Pattern
@@ -24,7 +24,6 @@ from .output import short_count, short_seconds
 COLUMNS = 64
 SINK, DARK = "┃", "·"
 PATTERN_LEGEND = "█ most pairs seen, ▓ from 1/4, ▒ from 1/16, ░ fewer, · none, ┃ sinks, blank: the future"
-RING_LEGEND = "█ ▓ compute (steps alternate), ~ wait, ─ send"
 #: The intervals of at most this many queries are computed for a row of squares; their ends lie on straight lines.
 QUERIES_OF_A_ROW = 128
 
@@ -156,27 +155,6 @@ def layout_lines(layout: SequenceLayout, work: Sequence[float]) -> list[str]:
             line += "█" if held > (high - low) / 2 else "▌" if held > 0 else "·"
         lines.append(f"rank {rank:>3} {line} work {work[rank]:.2f} of the mean")
     return [*lines, f"{'':8} 0{short_count(layout.padded_len):>{COLUMNS - 1}}"]
-
-
-def ring_lines(timeline: Timeline) -> list[str]:
-    """Returns for each rank of a ring's forward pass a line of computing and waiting, and one of sending."""
-    lines = []
-    borders = np.linspace(0, timeline.seconds, COLUMNS + 1)
-    for rank, sends in itertools.product(range(timeline.ranks), (False, True)):
-        spans = [span for span in timeline.spans if span.rank == rank and (span.kind == "send") == sends]
-        label = "" if sends else f"rank {rank:>3}"
-        marks = (_mark_of(spans, low, high) for low, high in itertools.pairwise(borders))
-        lines.append(f"{label:8} {''.join(marks)}".rstrip())
-    return lines
-
-
-def _mark_of(spans: Sequence[Span], start: float, stop: float) -> str:
-    """Returns the mark of the spans that fill most of a stretch of time; a blank if they fill less than an eighth."""
-    seconds = {" ": (stop - start) / 8}
-    for span in spans:
-        mark = {"compute": "█▓"[span.step % 2], "wait": "~", "send": "─"}[span.kind]
-        seconds[mark] = seconds.get(mark, 0.0) + max(0.0, min(stop, span.stop) - max(start, span.start))
-    return max(seconds, key=lambda mark: seconds[mark])
 
 
 def timeline_summary(timeline: Timeline) -> str:

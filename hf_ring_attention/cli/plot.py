@@ -14,7 +14,7 @@ from ..plan.problem import Problem
 from .explain import attention_of, attention_of_config, documents_of_lengths, key_value_heads
 from .options import Parser, Refusal, above_zero, at_least, checked, pattern_text, token_count
 from .output import layer_numbers, short_count, spinner, terminal
-from .pictures import RING_LEGEND, layout_lines, lines_of_patterns, ring_lines, timeline_summary
+from .pictures import layout_lines, lines_of_patterns, timeline_summary
 
 #: The help of --output.
 _OUTPUT = "The file of a picture; without it, text is printed."
@@ -112,7 +112,7 @@ def add_plot_ring(parser: Parser) -> None:
     parser.add_model("Take heads from its config.json.")
     parser.add_heads()
     parser.add_choice("--dtype", ("float32", "bfloat16", "float16"), "Type of numbers", "bfloat16")
-    parser.add_picture("--output", _OUTPUT)
+    parser.add_picture("--output", "The file of the picture.")
 
 
 def plot_ring_command(args: Namespace) -> None:
@@ -141,9 +141,9 @@ def plot_ring_command(args: Namespace) -> None:
         f"{attention.base} over {short_count(args.tokens)} tokens, {args.ranks} ranks, {problem.layout.kind}, "
         f"{args.tflops:g} TFLOP/s, {args.gbps:g} Gbit/s: one layer forward"
     )
-    if args.output is None:
-        return _print_lines([title, timeline_summary(timeline), "", *ring_lines(timeline), "", RING_LEGEND])
-    from .plots import plot_ring  # It imports matplotlib.
+    _print_lines([title, timeline_summary(timeline)])
+    if args.output is not None:
+        from .plots import plot_ring  # It imports matplotlib.
 
-    plot_ring(timeline, title, args.output)
-    print(f"wrote {args.output}")
+        plot_ring(timeline, title, args.output)
+        print(f"wrote {args.output}")

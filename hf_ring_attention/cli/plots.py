@@ -13,12 +13,12 @@ from matplotlib import colormaps
 from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Polygon, Rectangle
-from matplotlib.ticker import LogLocator
+from matplotlib.ticker import EngFormatter, LogLocator
 
 from ..cost.timeline import Timeline
 from ..evaluation.whole_files import whole_file
 from ..plan.patterns import Pattern
-from .output import short_bytes, short_count, unit_of_seconds
+from .output import short_bytes, short_count
 from .pictures import seen_under, timeline_summary
 
 if TYPE_CHECKING:
@@ -100,16 +100,15 @@ def plot_ring(timeline: Timeline, title: str, path: Path) -> None:
     """Draws a ring's forward pass as a Gantt chart: when each rank computes, sends and waits."""
     figure = _new_figure(10, 1.8 + 0.5 * min(timeline.ranks, 24))
     axis, p = figure.subplots(), timeline.ranks
-    unit, name = unit_of_seconds(timeline.seconds)
     waiting: dict[str, Any] = {"hatch": "///", "facecolor": "white", "edgecolor": WAIT}
     for span in timeline.spans:
         low, height = (0.12, 0.26) if span.kind == "send" else (-0.42, 0.5)
         colour = SEND if span.kind == "send" else COMPUTE[span.step % 2]
         style = waiting if span.kind == "wait" else {"color": colour}
-        bar = [(span.start / unit, (span.stop - span.start) / unit)]
-        axis.broken_barh(bar, (span.rank + low, height), linewidth=0.4, **style)
+        axis.broken_barh([(span.start, span.stop - span.start)], (span.rank + low, height), linewidth=0.4, **style)
     axis.set(ylim=(p - 0.45, -0.6), yticks=range(p), ylabel="rank")
-    axis.set(xlim=(0, timeline.seconds / unit or 1), xlabel=f"time ({name})")
+    axis.set(xlim=(0, timeline.seconds or 1), xlabel="time")
+    axis.xaxis.set_major_formatter(EngFormatter("s"))
     axis.set_title(f"{title}\n{timeline_summary(timeline)}", fontsize=10)
     filled = [Patch(color=COMPUTE[0], label="compute"), Patch(color=SEND, label="send")]
     _legend_below(figure, [*filled, Patch(**waiting, label="wait")], 3)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from packaging.version import Version
+from torch.distributed import HashStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from transformers import CONFIG_MAPPING
@@ -27,7 +28,7 @@ from tests.support.releases import needs_mixers
 
 ROOT = Path(__file__).parents[2]
 #: Seconds for a check where a process hangs: enough for all checks before it. Elsewhere a busy machine has all the time.
-SECONDS = 20
+SECONDS = 10
 PATIENT = ("--timeout", str(TIMEOUT))
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
 
@@ -72,8 +73,7 @@ def test_one_process(capsys):
     installed = {name: Version(importlib.metadata.version(name)) for name in NEWEST_TESTED}
     newer = any(installed[name].release[:2] > Version(tested).release[:2] for name, tested in NEWEST_TESTED.items())
     assert re.fullmatch(rf"all 7 checks are ok{' but for warnings of versions' * newer}, in \d+ s", last)
-    far = r"tiny llama: 3 tokens after a prefill, with logits \S+ from one process's"
-    assert re.fullmatch(far, found["generation"][1])
+    assert re.fullmatch(r"tiny llama: 3 tokens after a prefill; .* one process's", found["generation"][1])
     assert "pattern branches:window=4,last=3" in found["model"][1]
     assert re.search(r"float64 \S+e-1\d of 1.0e-12, float32 \S+e-0\d of \S+e-0\d", found["oracle local"][1])
 
@@ -106,11 +106,8 @@ def test_two_processes_of_torchrun(tmp_path):
         assert [name for name, _, _ in errors] == ["float64", "bfloat16"]
         assert all(0 < float(error) <= float(bound) for _, error, bound in errors)
     assert re.search(r"from process (0 to 1|1 to 0)$", found["latency"][1])
-    assert re.fullmatch(
-        r"tiny qwen3: loss .*; (the same as|\d+e-(0[7-9]|1\d) from) one process's", found["train step"][1]
-    )
-    far = r"tiny qwen3: 3 tokens after a prefill, with logits (0e\+00|\d+e-(0[7-9]|1\d)) from one process's"
-    assert re.fullmatch(far, found["generation"][1])
+    for name, shown in (("train step", "loss .*"), ("generation", "3 tokens after a prefill")):
+        assert re.fullmatch(rf"tiny qwen3: {shown}; (the same as|\d+e-(0[7-9]|1\d) from) one process's", found[name][1])
 
 
 @needs_mixers
@@ -143,7 +140,7 @@ FAILED = [
         "See what that process waits for", "train step", "'oracle ring' left the processes out of step",
     ),
     (
-        "wrong cache", (), "generation", r"logits of generated tokens are \S+ from one process's on processes 0, 1",
+        "wrong cache", (), "generation", r"a logit is \S+ from one process's on processes 0, 1",
         "Generate with no prefill over a ring, or with an older", "oracle heads x ring", "a ring of 2 has no parts.*",
     ),
 ]  # fmt: skip
@@ -202,10 +199,9 @@ def test_a_release_that_renames_the_argument_of_the_cache(capsys, monkeypatch):
 
 def judged(name, answers, **facts):
     """The verdict of a check on what processes answered."""
-    run = CheckRun(Namespace(timeout=30.0, ring_size=None), None)
-    run.world_size = run.ring_size = len(answers)
+    run = CheckRun(Namespace(ring_size=None), HashStore(), 0, len(answers))
     run.facts.update(facts)
-    return next(check for check in all_checks(len(answers)) if check.name == name).judge(run, answers)
+    return next(check for check in all_checks(len(answers)) if check.name == name).verdict(run, answers)
 
 
 MACHINES = [{"host": "a", "device": f"GPU {n}", "type": "cuda", "cores": 8} for n in range(4)]

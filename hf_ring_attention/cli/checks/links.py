@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 
 from ..output import short_bytes, short_seconds
-from .catalogue import LATENCY
 from .runner import CheckRun, NotApplicable, Verdict
 
 #: A link is slow if it takes so many times as long as the median of its kind.
 _SLOW = 4
+#: A message of at most this many bytes shows the latency, a larger one the bandwidth.
+_SMALL = 1024
 
 
 def measure_link(run: CheckRun, size: int, repeats: int) -> float:
@@ -24,9 +25,9 @@ def measure_link(run: CheckRun, size: int, repeats: int) -> float:
     if run.ring_size == 1:
         raise NotApplicable("a ring of one process has no neighbour")
     message = torch.zeros(size, dtype=torch.uint8, device=run.device)
-    place, times = run.rank - run.first_of_ring, []
+    place, times = run.rank % run.ring_size, []
     for number in range(run.ring_size):
-        here, there = number + run.first_of_ring, (number + 1) % run.ring_size + run.first_of_ring
+        here, there = (run.rank - place + x % run.ring_size for x in (number, number + 1))
         for _ in range(repeats + 1) if run.rank in (here, there) else ():
             start = time.perf_counter()
             for sender, receiver in ((here, there), (there, here)):
@@ -48,13 +49,13 @@ def judge_link(run: CheckRun, answers: list[float], size: int, repeats: int) -> 
     within = [hosts[rank] == hosts[end] for rank, end in enumerate(ends)]
     median, most = statistics.median(answers), max(answers)
     slowest = answers.index(most)
-    alike = [seconds for seconds, inside in zip(answers, within) if inside == within[slowest]]
-    if (size, repeats) == LATENCY:
+    if size <= _SMALL:
         text = f"median {short_seconds(median)} of {size} bytes to the next process, slowest {short_seconds(most)}"
         remedy = "Look for what else uses that link or those cores."
     else:
-        shown, speeds = short_bytes(size), [f"{short_bytes(size / seconds)}/s" for seconds in (median, most)]
-        text = f"median {speeds[0]} for {shown} to the next process, least {speeds[1]}"
+        usual, least = (f"{short_bytes(size / seconds)}/s" for seconds in (median, most))
+        text = f"median {usual} for {short_bytes(size)} to the next process, least {least}"
         remedy = "Look for the network that this link takes: NCCL_DEBUG=INFO, or GLOO_SOCKET_IFNAME."
     text += f" from process {slowest} to {ends[slowest]}"
+    alike = [seconds for seconds, inside in zip(answers, within) if inside == within[slowest]]
     return Verdict("warning", text, remedy) if most > _SLOW * statistics.median(alike) else Verdict("ok", text)

@@ -66,8 +66,9 @@ def measure_launch(run: CheckRun) -> dict[str, Any]:
 
 
 def judge_launch(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
-    hosts, names = ([*dict.fromkeys(answer[name] for answer in answers)] for name in ("host", "name"))
+    """Keeps the machines of all processes for later checks, and refuses some with a GPU and some without."""
     run.facts["machines"] = answers
+    hosts, names = ([*dict.fromkeys(answer[name] for answer in answers)] for name in ("host", "name"))
     without = [rank for rank, answer in enumerate(answers) if answer["type"] == "cpu"]
     if 0 < len(without) < run.world_size:
         text = f"{processes(without)} found no GPU, the others did"
