@@ -5,19 +5,17 @@ from __future__ import annotations
 import difflib
 from argparse import Namespace
 from collections.abc import Iterable
-from dataclasses import asdict
 from importlib.metadata import version
 
 from ..hf.models import ModelSupport, release_of_table, supported_models
 from .options import Parser, Refusal
-from .output import print_json, print_table
+from .output import print_table
 
 
 def add_models(parser: Parser) -> None:
     """Adds the options of `models`."""
     add, text = parser.add_argument, "Model types, as config.json names them; default: all."
     add("types", nargs="*", metavar="TYPE", help=text)
-    parser.add_json()
 
 
 def models_command(args: Namespace) -> None:
@@ -31,9 +29,7 @@ def models_command(args: Namespace) -> None:
     """
     by_type = {model.model_type: model for model in supported_models()}
     models = [by_type[name] for name in args.types or by_type if name in by_type]
-    if args.json:
-        print_json([asdict(model) for model in models])
-    elif models:
+    if models:
         _print_each(models)
     for name in args.types:
         if name not in by_type:

@@ -74,11 +74,6 @@ class Parser(argparse.ArgumentParser):
         text = "Run the Python code that the model brings; read it first."
         self.add_argument("--trust-remote-code", action="store_true", help=text)
 
-    def add_loading(self) -> None:
-        """Adds the options for loading a checkpoint."""
-        self.add_choice("--dtype", ("float32", "bfloat16", "float16"), "Type of numbers", "float32")
-        self.add_argument("--device", type=device, metavar="NAME", help="cpu or cuda; default: cuda if there is one.")
-
     def add_row(self) -> None:
         """Adds the options for one row over a ring: its tokens, its documents, the ranks, and the layout."""
         add, text = self.add_argument, "Lengths of the documents that are packed into the row; default: one."
@@ -167,18 +162,6 @@ def pattern_text(text: str) -> str:
         Pattern.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    return text
-
-
-def device(text: str) -> str:
-    """Reads "cpu", or "cuda" if there is a CUDA device."""
-    if text not in ("cpu", "cuda"):
-        raise argparse.ArgumentTypeError(f"'cpu' or 'cuda' was expected, got {text!r}")
-    import torch
-
-    if text == "cuda" and not torch.cuda.is_available():
-        built = "was built without CUDA" if torch.version.cuda is None else "finds no CUDA device"
-        raise argparse.ArgumentTypeError(f"torch {torch.__version__} {built} on this machine: take 'cpu'")
     return text
 
 

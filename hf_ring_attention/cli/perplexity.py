@@ -6,6 +6,7 @@ import copy
 import itertools
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from .options import Parser, Refusal, checked, comma_list, existing_file, pattern_text, text_file, token_count
@@ -43,9 +44,8 @@ def add_perplexity(parser: Parser) -> None:
     add("--lengths", metavar="N,N,...", type=comma_list(token_count(2)), help=text)
     text = "With --lengths: windows overlap, and advance by so many tokens."
     add("--stride", metavar="N", type=token_count(), help=text)
-    parser.add_picture("--plot", "Draw perplexity against attention FLOPs, at the greatest length.")
     parser.add_trust()
-    parser.add_loading()
+    parser.add_choice("--dtype", ("float32", "bfloat16", "float16"), "Type of numbers", "float32")
     parser.add_json()
 
 
@@ -64,16 +64,15 @@ def perplexity_command(args: Namespace) -> None:
       torchrun --nproc-per-node 8 -m hf_ring_attention perplexity ./folder \\
           book.txt --lengths 32k,128k
     """
+    from ..evaluation.texts import tokenized_text
     from .loading import check_positions, load_model, load_tokenizer, read_config, ring_of_processes  # It loads torch.
 
     trust, lengths = args.trust_remote_code, list(dict.fromkeys(args.lengths or [args.tokens or USUAL_TOKENS]))
     config = checked("MODEL", read_config, args.model, trust)
     if args.stride is not None and not (args.lengths and args.stride <= min(lengths)):
         raise Refusal(f"it needs --lengths, and may be at most the shortest of them, got {args.stride}", "--stride")
-    with stdout_left_alone(args.json):
-        from ..evaluation.texts import tokenized_text
-
-        ring, device = ring_of_processes(args.device)
+    with stdout_left_alone() if args.json else nullcontext():
+        ring, device = ring_of_processes()
         tokenizer = checked("MODEL", load_tokenizer, args.model, trust)
         texts = {name: tokenized_text(text, tokenizer, args.tokens or max(lengths)) for name, text in args.texts}
         for name, text in texts.items():
@@ -83,19 +82,10 @@ def perplexity_command(args: Namespace) -> None:
         checked("--lengths" if args.lengths else "--tokens", check_positions, config, longest)
         model = checked("MODEL", load_model, args.model, args.dtype, device, trust)
         rows = _measured(args, model, texts, lengths, ring)
-    if ring.rank > 0:
-        return
-    if args.plot is not None:
-        from .plots import plot_quality
-
-        last = rows[-1]["text"], max(lengths)
-        plot_quality([row for row in rows if (row["text"], row["length"]) == last], args.plot)
-    if args.json:
+    if ring.rank == 0 and args.json:
         print_json({"model": args.model, "dtype": args.dtype, "processes": ring.world_size, "rows": rows})
-        return
-    _print_rows(rows, f"{args.model}, {args.dtype}", bool(args.lengths))
-    if args.plot is not None:
-        print(f"perplexity against FLOPs: {args.plot}")
+    elif ring.rank == 0:
+        _print_rows(rows, f"{args.model}, {args.dtype}", bool(args.lengths))
 
 
 def _measured(

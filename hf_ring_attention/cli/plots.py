@@ -13,7 +13,7 @@ from matplotlib import colormaps
 from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Polygon, Rectangle
-from matplotlib.ticker import EngFormatter, LogLocator
+from matplotlib.ticker import EngFormatter
 
 from ..cost.timeline import Timeline
 from ..evaluation.whole_files import whole_file
@@ -112,25 +112,6 @@ def plot_ring(timeline: Timeline, title: str, path: Path) -> None:
     axis.set_title(f"{title}\n{timeline_summary(timeline)}", fontsize=10)
     filled = [Patch(color=COMPUTE[0], label="compute"), Patch(color=SEND, label="send")]
     _legend_below(figure, [*filled, Patch(**waiting, label="wait")], 3)
-    _save(figure, path)
-
-
-def plot_quality(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draws the perplexity of patterns against their share of exact attention's FLOPs.
-
-    Args:
-        rows: for each pattern "pattern", "perplexity" and "share_of_exact_flops".
-    """
-    figure = _new_figure(7.5, 4.8)
-    axis = figure.subplots()
-    for row in rows:
-        axis.scatter(row["share_of_exact_flops"], row["perplexity"], label=row["pattern"], zorder=2)
-    axis.set(xscale="log", xlabel="attention FLOPs, as a share of exact attention's", ylabel="perplexity")
-    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.xaxis.set_major_formatter(lambda share, _: f"{100 * share:g}%")
-    axis.minorticks_off()
-    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
-    axis.grid(alpha=0.3)
     _save(figure, path)
 
 

@@ -54,6 +54,7 @@ class Explanation:
         layout: the division of the sequence; `layout_decision` has its reason.
         decision: the transport, with its reason.
         imbalance: the work of the busiest rank, divided by the mean.
+        flop_share: the FLOPs of all ranks, as a share of exact attention's.
         ranks: the work of each rank.
         layouts: by kind of layout, the work of the busiest rank divided by the mean, estimated.
         balance: the same by transport, in the chosen layout.
@@ -71,6 +72,7 @@ class Explanation:
     layout_decision: Decision
     decision: Decision
     imbalance: float
+    flop_share: float
     ranks: tuple[RankShare, ...]
     layouts: dict[str, float]
     balance: dict[str, float]
@@ -183,13 +185,15 @@ def explain(
     layouts = [SequenceLayout("contiguous", seq_len, world_size), SequenceLayout("zigzag", seq_len, world_size)]
     layouts.append(balanced_layout(seq_len, world_size, pattern, rows))
     work = pairs["heads" if decision.choice == "heads" else "ring"]
-    balance = {name: busiest_over_mean(of_ranks) for name, of_ranks in pairs.items()}
+    lengths = [stop - start for row in rows for start, stop in row]
+    of_exact = num_heads * sum(n * (n + 1) // 2 if causal else n * n for n in lengths)
     return Explanation(
         pattern=pattern,
         layout=division,
         layout_decision=layout_decision,
         decision=decision,
         imbalance=busiest_over_mean(work),
+        flop_share=sum(work) / of_exact,
         ranks=tuple(
             RankShare(
                 rank=rank,
@@ -201,5 +205,5 @@ def explain(
             for rank in ranks
         ),
         layouts={layout.kind: estimated_imbalance(layout, pattern, rows) for layout in layouts},
-        balance=balance,
+        balance={name: busiest_over_mean(of_ranks) for name, of_ranks in pairs.items()},
     )

@@ -24,7 +24,7 @@ def folder(tmp_path):
 
 
 def words_of(folder, *more):
-    model = f"calibrate --model {folder / 'model'} --text {folder / 'fox.txt'} --seq-len 80 --budget 0.5 --device cpu"
+    model = f"calibrate --model {folder / 'model'} --text {folder / 'fox.txt'} --seq-len 80 --budget 0.5"
     return [*model.split(), *(word for pattern in MENU for word in ("--menu", pattern)), *map(str, more)]
 
 

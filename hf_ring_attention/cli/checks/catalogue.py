@@ -40,7 +40,9 @@ def all_checks(ring_size: int) -> list[Check]:
     return [
         Check("launch", machine.measure_launch, machine.judge_launch, _START),
         Check("versions", machine.measure_versions, machine.judge_versions, _INSTALL, ("launch",), _SAME_VERSION),
-        Check("environment", machine.measure_environment, machine.judge_environment, _INSTALL, ("launch",), _SAME_VALUE),
+        Check(
+            "environment", machine.measure_environment, machine.judge_environment, _INSTALL, ("launch",), _SAME_VALUE
+        ),
         link("latency", 8, 30),
         link("bandwidth", 4 << 20, 5),
         Check("model", model.measure_config, model.judge_config, _MODEL, ("versions",), _SAME_MODEL),
