@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from argparse import BooleanOptionalAction, Namespace
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -59,10 +60,12 @@ def estimate_command(args: Namespace) -> None:
         "master_dtype layout transport"
     )
     setting = {name: getattr(args, name) for name in names.split()} | {"heads": args.ring_heads}
+    gc.disable()  # Plans of many ranks are some hundred thousand objects without circles.
     with spinner(f"planning {args.seq_len} tokens over {args.ring_size or args.devices} ranks"):
         config = checked(None, load_config, args.model, trust=args.trust_remote_code)
         answer = checked(None, estimate, config, args.seq_len, **setting)
         figures = _figures_of(answer)
+    gc.enable()
     if args.plot is not None:
         from .plots import plot_estimate
 

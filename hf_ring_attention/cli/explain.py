@@ -110,7 +110,8 @@ def _print_step(step: StepExplanation, facts: list[tuple[str, str]]) -> None:
     for name, text in facts:
         grid.add_row(Text(name, style="bold"), Text(text))
     terminal().print(grid, "")
-    flops, moved = [], []
+    flops: list[Any] = []
+    moved: list[Any] = []
     for layers, call in step.calls:
         most = max(share.forward_flops for share in call.ranks)
         flops.append((call.pattern, len(layers), *_flop_cells(most, call)))

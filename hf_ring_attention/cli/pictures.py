@@ -8,15 +8,15 @@ pairs with these residues. Squares of one pair are exact.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from ..cost.explain import Explanation
 from ..cost.timeline import Timeline
 from ..plan.branches import Branch, Last, Segment, Sink
-from ..plan.layouts import SequenceLayout
 from ..plan.patterns import Pattern
 from .output import short_count, short_seconds
 
@@ -144,16 +144,14 @@ def pattern_lines(visible: VisiblePairs) -> list[str]:
     return ["".join(line).rstrip() for line in marks]
 
 
-def layout_lines(layout: SequenceLayout, work: Sequence[float]) -> list[str]:
+def layout_lines(call: Explanation) -> list[str]:
     """Returns a line for each rank: the positions it holds, from left to right, and its work over the mean."""
+    layout, flops = call.layout, [share.forward_flops for share in call.ranks]
+    places = [(2 * column + 1) * layout.padded_len // (2 * COLUMNS) for column in range(COLUMNS)]
     lines = []
-    borders = np.linspace(0, layout.padded_len, COLUMNS + 1)
-    for rank in range(layout.world_size):
-        line = ""
-        for low, high in itertools.pairwise(borders):
-            held = sum(max(0.0, min(high, piece.stop) - max(low, piece.start)) for piece in layout.pieces(rank))
-            line += "█" if held > (high - low) / 2 else "▌" if held > 0 else "·"
-        lines.append(f"rank {rank:>3} {line} work {work[rank]:.2f} of the mean")
+    for rank, work in enumerate(flops):
+        marks = ("█" if any(place in piece for piece in layout.pieces(rank)) else "·" for place in places)
+        lines.append(f"rank {rank:>3} {''.join(marks)} work {work * len(flops) / (sum(flops) or 1):.2f} of the mean")
     return [*lines, f"{'':8} 0{short_count(layout.padded_len):>{COLUMNS - 1}}"]
 
 

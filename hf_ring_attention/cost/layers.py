@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,12 +56,17 @@ class ModelAttention:
     numbers: tuple[int, ...]
     mixers: ModelMixers | None = None
 
+    def layers_of_patterns(self) -> dict[Pattern, list[int]]:
+        """Returns the numbers of the layers that have each pattern."""
+        layers: dict[Pattern, list[int]] = {}
+        for number, pattern in zip(self.numbers, self.layers):
+            layers.setdefault(pattern, []).append(number)
+        return layers
+
     def flop_share(self, tokens: int) -> float:
         """Returns the attention FLOPs of all layers for one document, as a share of exact attention's."""
-        shares = [
-            pattern.flop_share(tokens, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads) * layers
-            for pattern, layers in Counter(self.layers).items()
-        ]
+        heads: dict[str, Any] = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
+        shares = [x.flop_share(tokens, **heads) * len(layers) for x, layers in self.layers_of_patterns().items()]
         return sum(shares) / len(self.layers)
 
 
@@ -100,25 +104,26 @@ def explain_patterns(attention: ModelAttention, **call: Any) -> dict[Pattern, Ex
     return calls
 
 
-def explain_layers(attention: ModelAttention, *, seq_len: int, **call: Any) -> StepExplanation:
-    """Explains one step of all layers; the arguments and errors are those of `explain`, without the heads."""
-    calls = explain_patterns(attention, seq_len=seq_len, **call)
-    layers: dict[Pattern, list[int]] = {}
-    for number, pattern in zip(attention.numbers, attention.layers):
-        layers.setdefault(pattern, []).append(number)
+def explain_layers(
+    attention: ModelAttention, *, batch_size: int = 1, dtype: Any = "bfloat16", **call: Any
+) -> StepExplanation:
+    """Explains one step of all layers, by the arguments and with the errors of `explain`, but without the heads."""
+    calls = explain_patterns(attention, batch_size=batch_size, dtype=dtype, **call)
+    layers = attention.layers_of_patterns()
     counts = [(len(numbers), calls[pattern]) for pattern, numbers in layers.items()]
     layout, mixers = calls[attention.base].layout, None
     moved = [(count, call.traffic()) for count, call in counts]
     if attention.mixers is not None:
-        documents = call["documents"] or (((0, seq_len),),) * call["batch_size"]
-        mixers = attention.mixers.traffic(layout, number_bytes(call["dtype"]), documents)
+        documents = call.get("documents") or (((0, layout.seq_len),),) * batch_size
+        mixers = attention.mixers.traffic(layout, number_bytes(dtype), documents)
         moved.append((len(attention.mixers.layers), [mixers] * layout.world_size))
     ranks = range(layout.world_size)
     flops = [sum(count * call.ranks[rank].forward_flops for count, call in counts) for rank in ranks]
-    ways = (
+    forward, backward = (
         Bytes(*(max(sum(n * getattr(of[rank], way)[end] for n, of in moved) for rank in ranks) for end in (0, 1)))
         for way in ("forward", "backward")
     )
+    buffers = max(of[rank].buffers for _, of in moved for rank in ranks)  # One layer at a time has some.
     return StepExplanation(
         base=calls[attention.base],
         calls=[(numbers, calls[pattern]) for pattern, numbers in layers.items()],
@@ -126,5 +131,5 @@ def explain_layers(attention: ModelAttention, *, seq_len: int, **call: Any) -> S
         flops=max(flops),
         imbalance=busiest_over_mean(flops),
         flop_share=sum(count * call.flop_share for count, call in counts) / len(attention.layers),
-        traffic=RankTraffic(*ways, max(of[rank].buffers for _, of in moved for rank in ranks)),  # One layer at a time.
+        traffic=RankTraffic(forward, backward, buffers),
     )

@@ -39,13 +39,11 @@ def longest_sequence(answer: Estimate) -> int | None:
     """Returns the most tokens, a multiple of twice the ring, whose step fits a device; None if no length fits."""
     unit = 2 * answer.setting.ring_size
 
-    def fits(units: int) -> bool:
-        return _fits(answer, bound_of_peak(answer.shape, replace(answer.setting, seq_len=units * unit)))
-
     high = 1
-    while fits(high):
+    while _fits(answer, seq_len=high * unit):
         high *= 2
-    return unit * bisect_left(range(high), True, key=lambda units: units > 0 and not fits(units)) - unit or None
+    units = range(1, high)
+    return unit * bisect_left(units, True, key=lambda count: not _fits(answer, seq_len=count * unit)) or None
 
 
 def smallest_ring(answer: Estimate) -> tuple[int, int] | None:
@@ -54,7 +52,7 @@ def smallest_ring(answer: Estimate) -> tuple[int, int] | None:
     within = [(size, devices) for size in range(1, devices + 1) if devices % size == 0]
     beyond = [(devices << power, devices << power) for power in range(1, MOST_TIMES_THE_DEVICES.bit_length())]
     for size, count in within + beyond:
-        if _fits(answer, bound_of_peak(answer.shape, replace(answer.setting, ring_size=size, devices=count))):
+        if _fits(answer, ring_size=size, devices=count):
             return size, count
     return None
 
@@ -88,6 +86,6 @@ def _switches(shape: ModelShape, setting: TrainingSetting) -> Iterator[tuple[str
         yield "dtype=bfloat16", {"dtype": "bfloat16"}
 
 
-def _fits(answer: Estimate, peak: float) -> bool:
+def _fits(answer: Estimate, **changes: Any) -> bool:
     assert answer.memory is not None  # The questions need it.
-    return peak <= answer.memory
+    return bound_of_peak(answer.shape, replace(answer.setting, **changes)) <= answer.memory

@@ -85,7 +85,7 @@ def test_wrong_options_are_refused_in_one_line(folder, more, message, refusal):
     assert message.format(folder=folder) in error
 
 
-def test_rows_open_as_the_tokenizer_writes_texts_and_fit_the_positions(folder, command, refusal):
+def test_rows_open_as_the_tokenizer_writes_texts_and_fit_the_positions(folder, refusal):
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     template = TemplateProcessing(single="fox $A", special_tokens=[("fox", tokenizer("fox").input_ids[0])])
     tokenizer.backend_tokenizer.post_processor = template
@@ -95,10 +95,6 @@ def test_rows_open_as_the_tokenizer_writes_texts_and_fit_the_positions(folder, c
     for row, start in zip(rows, (0, (200 - 49) // 2, 200 - 49), strict=True):
         assert row[0] == tokenizer("fox", add_special_tokens=False).input_ids[0]
         assert torch.equal(row[1:], plain[start : start + 49])
-    output = folder / "chosen"
-    command(words_of(folder, "--output", output))
-    assert "each row opened by fox" in (output / "report.txt").read_text()
-
     config = folder / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 70}))
     assert "argument --seq-len: the model has positions for 70 tokens, and rows have 80" in refusal(words_of(folder))

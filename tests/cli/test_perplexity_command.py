@@ -47,15 +47,12 @@ def test_figures_are_those_of_the_library(model, command):
     assert rows[1]["share_of_exact_flops"] < rows[0]["share_of_exact_flops"] == 1
 
 
-def test_a_change_is_shown_from_the_first_of_several_patterns_and_a_picture_drawn(model, command):
+def test_a_change_is_shown_from_the_first_of_several_patterns(model, command):
     words = f"perplexity {model / 'model'} {model / 'fox.txt'} --tokens 90 --pattern exact"
     printed = command(words)
     assert "perplexity" in printed and not re.search(r"\bchange\b", printed) and "+0.0%" not in printed
     several = command(f"{words} --pattern window:4")
     assert re.search(r"\bchange\b", several) and several.count("%") == printed.count("%") + 3
-    pytest.importorskip("matplotlib")
-    assert "quality.png" in command(f"{words} --plot {model / 'quality.png'}").replace("\n", "")
-    assert (model / "quality.png").stat().st_size > 5000
 
 
 def test_a_misspelt_model_is_not_answered_with_options_that_there_are_not(model, refusal, monkeypatch):

@@ -68,15 +68,14 @@ def test_layouts_as_text(command):
 
 
 def test_a_ring(tmp_path, command, plots):
-    assert command(f"{RING} --output {tmp_path / 'a.png'}") == f"wrote {tmp_path / 'a.png'}\n"
+    printed = command(f"{RING} --output {tmp_path / 'a.png'}")
     assert len(np.unique(pixels(tmp_path / "a.png").reshape(-1, 3), axis=0)) > 20
-    printed = command(RING)
     assert "exact over 8k tokens, 4 ranks, zigzag, 10 TFLOP/s, 100 Gbit/s: one layer forward" in printed
     milliseconds, computing = re.search(r"^([\d.]+) ms in all: ranks compute for (\d+)% of it", printed, re.M).groups()
     # The busiest rank's FLOPs over its speed, and no less.
     least = 2 * 2 * 64 * 8 * 8192 * 8193 / 2 / 4 / 10e12
     assert float(milliseconds) / 1e3 == pytest.approx(least / (int(computing) / 100), rel=0.02)
-    assert printed.count("█") > 100 and printed.count("─") > 10
+    assert printed.endswith(f"wrote {tmp_path / 'a.png'}\n")
 
 
 def test_pictures_show_sinks_whatever_the_length(tmp_path, command, plots, monkeypatch):
@@ -99,24 +98,6 @@ def test_what_is_seen_more_is_brighter(tmp_path, saved_figures, plots):
     images = [axis.images[0] for axis in saved_figures[0].axes[:3]]
     luminance = [image.to_rgba(image.get_array())[200:, :50, :3].mean() for image in images]  # far below the diagonal
     assert luminance[0] < luminance[1] < luminance[2]
-
-
-def test_each_pattern_has_its_cost_and_its_perplexity(tmp_path, saved_figures, plots):
-    rows = [
-        {"pattern": "exact", "perplexity": 10.8, "share_of_exact_flops": 1.0},
-        {"pattern": "longnet:512/1,2048/4,all/8", "perplexity": 15.7, "share_of_exact_flops": 0.2},
-        {"pattern": "longnet:256/1,1024/4,all/8", "perplexity": 17.7, "share_of_exact_flops": 0.9},
-        {"pattern": "pyramid:512,3", "perplexity": 11.6, "share_of_exact_flops": 0.002},
-    ]
-    plots.plot_quality(rows, tmp_path / "quality.png")
-    assert (tmp_path / "quality.png").stat().st_size > 5000
-    (axis,) = saved_figures[0].axes
-    points = [tuple(map(float, points.get_offsets()[0])) for points in axis.collections]
-    assert points == [(row["share_of_exact_flops"], row["perplexity"]) for row in rows]
-    (legend,) = saved_figures[0].legends
-    assert [text.get_text() for text in legend.get_texts()] == [row["pattern"] for row in rows]
-    frame, box = axis.get_window_extent(), legend.get_window_extent()
-    assert frame.x1 - 2 < box.x0 < box.x1 <= saved_figures[0].bbox.width, "the legend is beside the picture"
 
 
 def test_the_legend_of_patterns_is_in_the_picture(tmp_path, saved_figures, plots, monkeypatch):

@@ -25,8 +25,8 @@ def all_checks(ring_size: int) -> list[Check]:
     """Returns the checks of rings of this size, in the order in which they run."""
 
     def link(name: str, size: int, repeats: int) -> Check:
-        measure, judge = (partial(x, size=size, repeats=repeats) for x in (links.measure_link, links.judge_link))
-        return Check(name, measure, judge, _REACH, ("launch",))
+        measure = partial(links.measure_link, size=size, repeats=repeats)
+        return Check(name, measure, partial(links.judge_link, size=size), _REACH, ("launch",))
 
     def transport(name: str, *way: Any) -> Check:
         measure: Callable[..., Any] = partial(oracle.measure_transport, transport=way[0], neighbours=len(way) > 1)

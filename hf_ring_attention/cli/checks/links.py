@@ -42,7 +42,7 @@ def measure_link(run: CheckRun, size: int, repeats: int) -> float:
     return statistics.median(times[1:])  # The first one also connects.
 
 
-def judge_link(run: CheckRun, answers: list[float], size: int, repeats: int) -> Verdict:
+def judge_link(run: CheckRun, answers: list[float], size: int) -> Verdict:
     """Returns a warning if the slowest link is much slower than others of its kind, inside hosts or between hosts."""
     hosts = [machine["host"] for machine in run.facts["machines"]]
     ends = [rank // run.ring_size * run.ring_size + (rank + 1) % run.ring_size for rank in range(run.world_size)]
