@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
@@ -33,7 +34,7 @@ def check_positions(config: PretrainedConfig, tokens: int) -> None:
 
 def ring_of_processes() -> tuple[Ring, torch.device]:
     """Returns the ring of all processes that a launcher started, or of this one alone, and the device of this process."""
-    state = PartialState()
+    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available())
     return Ring() if state.num_processes > 1 else Ring.alone(), state.device
 
 
