@@ -50,7 +50,7 @@ def check_command(args: Namespace) -> int:
     if args.ring_size is not None and count % args.ring_size:
         raise Refusal(f"a number that divides the {count} processes was expected, got {args.ring_size}", "--ring-size")
     from .checks.catalogue import all_checks
-    from .checks.runner import meet_processes, run_checks
+    from .checks.runner import leave_processes, meet_processes, run_checks
 
     start, console = time.monotonic(), terminal()
     verdicts: dict[str, Verdict] = {}
@@ -68,7 +68,9 @@ def check_command(args: Namespace) -> int:
     status = int(any(verdict.status == "failed" for verdict in verdicts.values()))
     if any(verdict.out_of_step for verdict in verdicts.values()):
         sys.stdout.flush()
+        time.sleep(run.rank == 0)  # It may hold the store, in which the others still read.
         os._exit(status)  # Threads that hang would keep it.
+    leave_processes()
     return status
 
 

@@ -18,6 +18,7 @@ from transformers import CONFIG_MAPPING
 
 from hf_ring_attention.cli import main as cli
 from hf_ring_attention.cli.checks import model as checks_of_model
+from hf_ring_attention.cli.checks import runner
 from hf_ring_attention.cli.checks.catalogue import all_checks
 from hf_ring_attention.cli.checks.machine import NEWEST_TESTED
 from hf_ring_attention.cli.checks.runner import CheckRun
@@ -265,6 +266,7 @@ def faulty(fault):
 
 
 if __name__ == "__main__":
+    runner.PATIENCE = 1.0
     if os.environ["RANK"] == "1":
         faulty(sys.argv[1])
     cli.main(["check", *sys.argv[2:]])

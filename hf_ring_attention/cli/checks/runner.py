@@ -42,6 +42,7 @@ class CheckRun:
 
     def __init__(self, options: Namespace, store: Any, rank: int, world_size: int) -> None:
         self.options, self.store, self.rank, self.world_size = options, store, rank, world_size
+        self.ring_size = options.ring_size or world_size
         self.speaker, self.told_to_end = 0, threading.Event()
         self.device: Any = None
         self.group: Any = None
@@ -49,36 +50,23 @@ class CheckRun:
         # Answers have a connection of their own: a process group that waits for another one blocks the first.
         self._answers = dist.PrefixStore("hf_ring_attention/check", store.clone())
 
-    @property
-    def ring_size(self) -> int:
-        """The number of processes that share each sequence."""
-        return self.options.ring_size or self.world_size
-
-    def exchange(self, name: str, answer: Any, end: float) -> dict[int, Any]:
+    def exchange(self, name: str, answer: Any, end: float, failed: bool) -> dict[int, Any]:
         """Leaves an answer in JSON, and returns the answers that are there at the end, by rank; tuples arrive as lists."""
         keys = [f"{name}/{rank}" for rank in range(self.world_size)]
         self._answers.set(keys[self.rank], json.dumps(answer))
-        self.wait_until(lambda: self._answers.check(keys), name, end + 2 * PATIENCE, 2 * PATIENCE)
+        if failed:
+            self._answers.set(f"{name}/failed", "")
+        # The others first wait for their own measurements.
+        self.wait_until(lambda: self._answers.check(keys), name, end + 2 * PATIENCE, turns=2)
         there = {rank: key for rank, key in enumerate(keys) if self._answers.check([key])}
         self.speaker = min(there)
         return {rank: json.loads(self._answers.get(key)) for rank, key in there.items()}
 
-    def leave(self) -> None:
-        """Has process 0, which may hold the store, wait until the others have read the last answers."""
-        keys = [f"bye/{rank}" for rank in range(self.world_size)]
-        self._answers.set(keys[self.rank], "")
-        if self.rank == 0:
-            self.wait_until(lambda: self._answers.check(keys), "bye", time.monotonic() + PATIENCE)
-
-    def announce_failure(self, name: str) -> None:
-        """Has all processes stop waiting in this check soon."""
-        self._answers.set(f"{name}/failed", "")
-
-    def wait_until(self, is_over: Callable[[], bool], name: str, end: float, patience: float = PATIENCE) -> None:
-        """Waits until `is_over` or until the end; at most for `patience` once a process has failed or all shall end."""
+    def wait_until(self, is_over: Callable[[], bool], name: str, end: float, turns: int = 1) -> None:
+        """Waits until `is_over` or until the end, which comes soon once a process has failed or all shall end."""
         while not is_over() and time.monotonic() < end:
             if self.told_to_end.is_set() or self._answers.check([f"{name}/failed"]):
-                end = min(end, time.monotonic() + patience)
+                end = min(end, time.monotonic() + turns * PATIENCE)
             time.sleep(0.02)
 
 
@@ -94,6 +82,13 @@ def meet_processes(options: Namespace) -> CheckRun:
     # Launchers send it once another process has failed. This one ends soon after, once it has named the other one.
     signal.signal(signal.SIGTERM, lambda *_: run.told_to_end.set())
     return run
+
+
+def leave_processes() -> None:
+    """Ends once all processes have read the last answers, which process 0 may hold."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 @dataclass(frozen=True)
@@ -159,18 +154,17 @@ def _difference(answers: Sequence[Mapping[str, Any]], remedy: str) -> Verdict | 
 def run_checks(run: CheckRun, checks: Sequence[Check]) -> Iterator[tuple[str, Verdict]]:
     """Yields the name and the verdict of each check, in order, on every process."""
     unmet: dict[str, str] = {}  # For checks that failed, or need others that did: why those that need them are skipped.
-    out_of_step = ""
+    obstacle_for_all = ""
     worker = ThreadPoolExecutor(1)  # One thread for all measurements: a device is set for a thread.
     for check in checks:
-        obstacle = out_of_step or next((unmet[name] for name in check.needs if name in unmet), "")
+        obstacle = obstacle_for_all or next((unmet[name] for name in check.needs if name in unmet), "")
         verdict = Verdict("skipped", obstacle) if obstacle else _verdict_of_all(run, check, worker)
         if verdict.out_of_step:
-            out_of_step = f"{check.name!r} left the processes out of step"
+            obstacle_for_all = f"{check.name!r} left the processes out of step"
         if obstacle or verdict.status == "failed":
             unmet[check.name] = f"it needs {check.name!r}"
         yield check.name, verdict
-    worker.shutdown(wait=False, cancel_futures=True)  # Its thread may hang.
-    run.leave()
+    worker.shutdown(wait=False)  # Its thread may hang.
 
 
 def _verdict_of_all(run: CheckRun, check: Check, worker: ThreadPoolExecutor) -> Verdict:
@@ -178,15 +172,13 @@ def _verdict_of_all(run: CheckRun, check: Check, worker: ThreadPoolExecutor) -> 
     end = time.monotonic() + run.options.timeout
     future = worker.submit(check.measure, run)
     run.wait_until(future.done, check.name, end)
-    reply = _reply_of(future)
-    if reply[0] in ("error", "communication"):
-        run.announce_failure(check.name)
-    of_kind: dict[str, dict[int, Any]] = {}
-    for rank, (kind, value) in run.exchange(check.name, reply, end).items():
-        of_kind.setdefault(kind, {})[rank] = value
-    answering = {rank for ranks in of_kind.values() for rank in ranks}
-    gone = [rank for rank in range(run.world_size) if rank not in answering]
-    busy, errors, broken = (of_kind.get(kind, {}) for kind in ("busy", "error", "communication"))
+    own = _reply_of(future)
+    replies = run.exchange(check.name, own, end, failed=own[0] in ("error", "communication"))
+    busy, errors, broken, inapplicable = (
+        {rank: value for rank, (one, value) in replies.items() if one == kind}
+        for kind in ("busy", "error", "communication", "not applicable")
+    )
+    gone = [rank for rank in range(run.world_size) if rank not in replies]
     if gone:
         text = f"{processes(gone)} of {run.world_size} did not answer: killed, stopped, or ended by an error"
         remedy = "Read that process's output and the launcher's for the cause, then start all again."
@@ -199,9 +191,9 @@ def _verdict_of_all(run: CheckRun, check: Check, worker: ThreadPoolExecutor) -> 
         causes = errors or broken
         text = f"{processes([*causes])}: {next(iter(causes.values()))}"
         return Verdict("failed", text, check.remedy, out_of_step=len(errors) < run.world_size)
-    if "not applicable" in of_kind:
-        return Verdict("skipped", next(iter(of_kind["not applicable"].values())))
-    return check.verdict(run, [*of_kind["measured"].values()])
+    if inapplicable:
+        return Verdict("skipped", next(iter(inapplicable.values())))
+    return check.verdict(run, [value for _, value in replies.values()])
 
 
 def _reply_of(future: Future[Any]) -> tuple[str, Any]:
