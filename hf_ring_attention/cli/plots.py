@@ -97,11 +97,17 @@ def plot_ring(timeline: Timeline, title: str, path: Path) -> None:
         colour = SEND if span.kind == "send" else COMPUTE[span.step % 2]
         style = waiting if span.kind == "wait" else {"color": colour}
         axis.broken_barh([(span.start, span.stop - span.start)], (span.rank + low, height), linewidth=0.4, **style)
+        if span.kind == "compute":
+            place = (span.start + span.stop) / 2, span.rank - 0.17
+            axis.text(*place, str(span.source), ha="center", va="center", fontsize=7, color="white")
     axis.set(ylim=(p - 0.45, -0.6), yticks=range(p), ylabel="rank")
     axis.set(xlim=(0, timeline.seconds or 1), xlabel="time")
     axis.xaxis.set_major_formatter(EngFormatter("s"))
     axis.set_title(f"{title}\n{timeline_summary(timeline)}", fontsize=10)
-    filled = [Patch(color=COMPUTE[0], label="compute"), Patch(color=SEND, label="send")]
+    filled = [
+        Patch(color=COMPUTE[0], label="compute, with the keys of the rank that is named"),
+        Patch(color=SEND, label="send"),
+    ]
     _save(figure, path, [*filled, Patch(**waiting, label="wait")])
 
 
