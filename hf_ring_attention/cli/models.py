@@ -14,8 +14,8 @@ from .output import print_table
 
 def add_models(parser: Parser) -> None:
     """Adds the options of `models`."""
-    add, text = parser.add_argument, "Model types, as config.json names them; default: all."
-    add("types", nargs="*", metavar="TYPE", help=text)
+    text = "Model types, as config.json names them; default: all."
+    parser.add_argument("types", nargs="*", metavar="TYPE", help=text)
 
 
 def models_command(args: Namespace) -> None:

@@ -165,20 +165,12 @@ def pattern_text(text: str) -> str:
     return text
 
 
-def existing_file(text: str) -> Path:
-    """Reads the name of a file to read."""
-    if not Path(text).is_file():
-        raise argparse.ArgumentTypeError(f"there is no file {text!r} (from {Path.cwd()})")
-    return Path(text)
-
-
 def text_file(text: str) -> tuple[str, str]:
     """Reads the name of a file in UTF-8, and returns it with the text in the file."""
     try:
-        return text, existing_file(text).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        message = f"{text} is not a text in UTF-8: {error.reason} at byte {error.start}"
-        raise argparse.ArgumentTypeError(message) from None
+        return text, Path(text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"{text} is not a text in UTF-8: {error}") from None
 
 
 def new_folder(text: str) -> Path:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from .options import Parser, Refusal, checked, comma_list, existing_file, pattern_text, text_file, token_count
+from .options import Parser, Refusal, checked, comma_list, pattern_text, text_file, token_count
 from .output import print_json, print_table, short_count, stdout_left_alone
 
 #: In place of a pattern's text: the pattern in the model's config.
@@ -25,8 +25,8 @@ def pattern_or_file(text: str) -> str:
     from ..evaluation.calibration.result import Calibration  # It imports torch.
 
     try:
-        Calibration.load(existing_file(text))
-    except ValueError as error:
+        Calibration.load(text)
+    except (OSError, ValueError) as error:
         raise ArgumentTypeError(str(error)) from None
     return text
 

@@ -76,14 +76,12 @@ def seen_under(
     patterns: Mapping[str, Pattern], length: int, bins: int, *, head: int | None, num_heads: int, num_kv_heads: int
 ) -> Iterator[tuple[str, str, VisiblePairs]]:
     """Yields the name of each pattern, how much of the causal pairs heads see in words, and the visible pairs."""
-    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    number, who = (0, "one head") if head is None else (head, f"head {head}")
     for name, pattern in patterns.items():
-        visible = visible_pairs(pattern, length, bins, head=head, **heads)
-        if head is not None:
-            yield name, f"head {head} sees {visible.share_of_causal:.1%} of the pairs", visible
-            continue
-        first = visible_pairs(pattern, length, bins, head=0, **heads).share_of_causal
-        yield name, f"one head sees {first:.1%} of the pairs, {num_heads} heads {visible.share_of_causal:.1%}", visible
+        visible = visible_pairs(pattern, length, bins, head=head, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        own = pattern.of_kv_head(number * num_kv_heads // num_heads).flop_share(length)
+        together = f", {num_heads} heads {visible.share_of_causal:.1%}" if head is None else ""
+        yield name, f"{who} sees {own:.1%} of the pairs{together}", visible
 
 
 def _share_of(pattern: Pattern, length: int, edges: np.ndarray, phases: Iterable[int], sinks: int) -> np.ndarray:

@@ -114,12 +114,8 @@ def test_options_and_texts_that_cannot_be_used_are_refused(model, refusal):
     ):
         assert message in refusal([*words, *options.split()])
     (model / "short.txt").write_text("fox")
-    (model / "bytes.txt").write_bytes(b"caf\xe9 au lait")
-    for name, message in (
-        ("short.txt", "has 1 token(s), 2 or more are needed"),
-        ("bytes.txt", "not a text in UTF-8: "),
-    ):
-        assert message in refusal(["perplexity", model / "model", model / name])
+    error = refusal(["perplexity", model / "model", model / "short.txt"])
+    assert "has 1 token(s), 2 or more are needed" in error
 
 
 def test_lengths_have_rows_of_their_own(model, command):
