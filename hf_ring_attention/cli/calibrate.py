@@ -26,25 +26,19 @@ _BUDGETS = {"flops": "the FLOPs", "cache_reads": "the reads of the cache", "byte
 
 
 def add_calibrate(parser: Parser) -> None:
-    """Adds the options of `calibrate`."""
     add = parser.add_argument
     parser.add_model("A causal language model: hub id or folder.", required=True)
-    text = "A text in UTF-8; repeatable."
-    add("--text", metavar="FILE", type=text_file, action="append", required=True, help=text)
-    text = "Share of exact attention's cost, up to 1 (default 0.25)."
-    add("--budget", metavar="SHARE", type=above_zero(1), default=0.25, help=text)
+    add("--text", metavar="FILE", type=text_file, action="append", required=True, help="A text in UTF-8; repeatable.")
+    add("--budget", metavar="SHARE", type=above_zero(1), default=0.25, help="Share of exact's cost (default 0.25).")
     parser.add_choice("--budget-of", tuple(_BUDGETS), "The cost that is counted", "flops")
-    text = "Ranks of the ring whose bytes are counted (default: the processes)."
-    add("--ranks", metavar="N", type=at_least(2), help=text)
+    add("--ranks", metavar="N", type=at_least(2), help="Ranks whose bytes are counted (default: the processes).")
     add("--seq-len", metavar="N", type=token_count(2), default="4k", help="Tokens of a row of text (default 4k).")
-    text = "Rows taken of each text, spread evenly over it (default 1)."
-    add("--rows", metavar="N", type=at_least(1), default=1, help=text)
+    add("--rows", metavar="N", type=at_least(1), default=1, help="Rows of each text, spread evenly (default 1).")
     text = "A pattern to choose among; repeatable. Default: windows with few and with many sinks, and exact."
     parser.add_pattern(text, "--menu", action="append")
     add("--retrieval", metavar="WEIGHT", type=float, help="Weight of finding tokens again; 0 for none.")
     add("--refinements", metavar="N", type=at_least(0), default=1, help="Passes around the choice (default 1).")
-    text = "Number that random tokens follow from (default 0)."
-    add("--seed", metavar="N", type=at_least(0, 2**32 - 1), default=0, help=text)
+    add("--seed", metavar="N", type=at_least(0, 2**32 - 1), default=0, help="Random tokens follow from it (default 0).")
     text = "Folder for results and measurements; an interrupted run continues there."
     add("--output", metavar="FOLDER", type=new_folder, help=text)
     parser.add_picture("--plot", "Draw the pattern of each layer and key/value head.")
@@ -65,12 +59,13 @@ def calibrate_command(args: Namespace) -> None:
       torchrun --nproc-per-node 8 -m hf_ring_attention calibrate \\
           --model ./folder --text book.txt --seq-len 128k --output calibrated
     """
+    from ..cost.models import load_config
     from ..evaluation.calibration.calibrate import calibrate
     from ..hf.config import patch_config
-    from .loading import check_positions, load_model, load_tokenizer, read_config, ring_of_processes  # It loads torch.
+    from .loading import check_positions, load_model, load_tokenizer, ring_of_processes  # It loads torch.
 
     trust = args.trust_remote_code
-    checked("--seq-len", check_positions, checked("--model", read_config, args.model, trust), args.seq_len)
+    checked("--seq-len", check_positions, checked("--model", load_config, args.model, trust=trust), args.seq_len)
     ring, device = ring_of_processes()
     tokenizer = checked("--model", load_tokenizer, args.model, trust)
     rows = [row for text in args.text for row in checked("--text", rows_of, tokenizer, *text, args.seq_len, args.rows)]

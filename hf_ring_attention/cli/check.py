@@ -24,7 +24,6 @@ _COLUMNS = 9, 21
 
 
 def add_check(parser: Parser) -> None:
-    """Adds the options of `check`."""
     add, text = parser.add_argument, "The job's model, or its config.json; no weights are loaded."
     add("--ring-size", metavar="N", type=at_least(1), help="Processes that share each sequence (default: all).")
     add("--model", metavar="ID_OR_FOLDER", help=text)

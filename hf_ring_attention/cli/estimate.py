@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..cost.memory import NUMBER_BYTES, PARALLELS
 from .options import Parser, at_least, checked, memory_size, token_count
-from .output import print_json, print_table, short_bytes, short_count, spinner
+from .output import print_json, print_table, short_bytes, short_count
 
 if TYPE_CHECKING:
     from ..cost.estimate import Estimate
 
 
 def add_estimate(parser: Parser) -> None:
-    """Adds the options of `estimate`."""
     parser.add_model("A folder with a config.json, or a hub id.", required=True)
     add, dtypes = parser.add_argument, tuple(NUMBER_BYTES)
     add("--seq-len", metavar="N", type=token_count(), required=True, help="Tokens of a sequence: 4096, 128k, 1M.")
@@ -25,14 +24,11 @@ def add_estimate(parser: Parser) -> None:
     add("--ring-size", metavar="N", type=at_least(1), help="Devices that share a sequence (default: all).")
     parser.add_pattern("Default: the model's, else exact.")
     parser.add_choice("--parallel", PARALLELS, "How parameters are divided", "fsdp2")
-    text = "Compute activations again in backward, or not (default yes)."
-    add("--checkpointing", action=BooleanOptionalAction, default=True, help=text)
+    add("--checkpointing", action=BooleanOptionalAction, default=True, help="Backward recomputes layers (default yes).")
     add("--offload", action="store_true", help="Saved activations wait in host memory.")
-    text = "The optimizer is in host memory, as DeepSpeed can have it."
-    add("--offload-optimizer", action="store_true", help=text)
+    add("--offload-optimizer", action="store_true", help="The optimizer is in host memory, by DeepSpeed.")
     add("--accumulate", action="store_true", help="Gradients stay from batch to batch of a step.")
-    text = "Sequences that a ring reads at once (default 1)."
-    add("--batch-size", metavar="N", type=at_least(1), default=1, help=text)
+    add("--batch-size", metavar="N", type=at_least(1), default=1, help="Sequences of a ring at once (default 1).")
     parser.add_choice("--dtype", dtypes, "Activations", "bfloat16")
     parser.add_choice("--master-dtype", dtypes, "Weights, gradients, moments", "float32")
     parser.add_layout()
@@ -61,10 +57,9 @@ def estimate_command(args: Namespace) -> None:
     )
     setting = {name: getattr(args, name) for name in names.split()} | {"heads": args.ring_heads}
     gc.disable()  # Plans of many ranks are some hundred thousand objects without circles.
-    with spinner(f"planning {args.seq_len} tokens over {args.ring_size or args.devices} ranks"):
-        config = checked(None, load_config, args.model, trust=args.trust_remote_code)
-        answer = checked(None, estimate, config, args.seq_len, **setting)
-        figures = _figures_of(answer)
+    config = checked(None, load_config, args.model, trust=args.trust_remote_code)
+    answer = checked(None, estimate, config, args.seq_len, **setting)
+    figures = _figures_of(answer)
     gc.enable()
     if args.plot is not None:
         from .plots import plot_estimate
@@ -87,13 +82,9 @@ def _figures_of(answer: Estimate) -> dict[str, Any]:
     figures |= {"setting": asdict(answer.setting), "parts": [asdict(part) for part in answer.parts]}
     figures |= {name: getattr(answer, name) for name in names} | {"exchanges": {}}
     for pattern, call in answer.exchanges.items():
-        decision, buffers = call.decision, {name: call.busiest(name).buffers for name in call.balance}
-        figures["exchanges"][pattern] = {
-            "transport": decision.choice,
-            "reason": decision.reason,
-            "layout": call.layout.kind,
-            "buffers": buffers,
-        }
+        buffers = {name: call.busiest(name).buffers for name in call.balance}
+        chosen = {"transport": call.decision.choice, "reason": call.decision.reason, "layout": call.layout.kind}
+        figures["exchanges"][pattern] = chosen | {"buffers": buffers}
     figures["next_switches"] = [asdict(one) for one in next_switches(answer)]
     if answer.memory is not None:
         ring = smallest_ring(answer)

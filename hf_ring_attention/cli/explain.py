@@ -14,11 +14,10 @@ from ..plan.problem import Documents
 from ..plan.traffic import RankTraffic
 from .models import why_not
 from .options import Parser, Refusal, at_least, checked
-from .output import layer_numbers, print_table, short_bytes, short_count, spinner, terminal
+from .output import layer_numbers, print_table, short_bytes, short_count, terminal
 
 
 def add_explain(parser: Parser) -> None:
-    """Adds the options of `explain`."""
     parser.add_row()
     parser.add_pattern("Pattern of layers without a window of their own; default: the model's, else exact.")
     parser.add_model("Take heads and layers from its config.json.")
@@ -49,8 +48,7 @@ def explain_command(args: Namespace) -> None:
     call = {name: getattr(args, name) for name in ("layout", "transport", "dtype", "batch_size")}
     call |= {"seq_len": args.tokens, "world_size": args.ranks, "heads": args.ring_heads}
     call |= {"causal": not args.bidirectional, "documents": None if rows is None else rows * args.batch_size}
-    with spinner(f"planning {args.tokens} tokens over {args.ranks} ranks"):
-        step = checked(None, explain_layers, attention, **call)
+    step = checked(None, explain_layers, attention, **call)
     _print_step(step, _facts(args, attention, step))
 
 
@@ -73,8 +71,7 @@ def attention_of_config(args: Namespace, pattern: Pattern | None) -> ModelAttent
     from ..cost.models import attention_of_model, load_config  # It loads Transformers, which takes seconds.
 
     try:
-        with spinner(f"reading the config of {args.model}"):
-            attention = attention_of_model(load_config(args.model, trust=args.trust_remote_code), args.model, pattern)
+        attention = attention_of_model(load_config(args.model, trust=args.trust_remote_code), args.model, pattern)
     except ValueError as error:
         raise Refusal(f"{error}; or, for attention alone, give --heads, --kv-heads and --head-dim", "--model") from None
     reason = why_not(attention.model_type, getattr(args, "ranks", 1))

@@ -1,4 +1,4 @@
-"""Loads what a command names: a config, a tokenizer and a checkpoint for "ring_dilated", on the ring of all processes."""
+"""Loads a tokenizer and a checkpoint for "ring_dilated", on the ring of all processes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,9 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
-from transformers.utils.logging import disable_progress_bar
 
-from ..cost.models import load_config
 from ..hf.registration import IMPLEMENTATION
 from ..ring.ring import Ring
-from .output import spinner
-
-
-def read_config(source: str, trust: bool) -> PretrainedConfig:
-    """Returns the config of a folder or hub id; it raises as `load_config` does."""
-    with spinner(f"reading the config of {source}"):  # An unreachable hub is asked for half a minute.
-        return load_config(source, trust=trust)
 
 
 def check_positions(config: PretrainedConfig, tokens: int) -> None:
@@ -54,10 +45,8 @@ def load_model(source: str, dtype: str, device: Any, trust: bool) -> Any:
 
 
 def _loaded(kind: Any, source: str, **settings: Any) -> Any:
-    disable_progress_bar()
     try:
-        with spinner("loading the model"):
-            return kind.from_pretrained(source, **settings)
+        return kind.from_pretrained(source, **settings)
     except (OSError, ValueError, NotImplementedError) as error:
         own_code = "trust_remote_code" in str(error)
         remedy = ". It brings its own code: read it, and pass --trust-remote-code if you trust it" if own_code else ""

@@ -13,7 +13,6 @@ from .output import print_table
 
 
 def add_models(parser: Parser) -> None:
-    """Adds the options of `models`."""
     text = "Model types, as config.json names them; default: all."
     parser.add_argument("types", nargs="*", metavar="TYPE", help=text)
 

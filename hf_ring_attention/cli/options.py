@@ -50,7 +50,6 @@ class Parser(argparse.ArgumentParser):
         raise Refusal(f"{message} (see {self.prog} --help)")
 
     def add_choice(self, name: str, choices: Sequence[str], text: str, default: str) -> None:
-        """Adds an option that takes one of several names."""
         text = f"{text}: {', '.join(choices)} (default {default})."
         self.add_argument(name, choices=choices, metavar="NAME", default=default, help=text)
 
@@ -58,11 +57,9 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--json", action="store_true", help="Write JSON to stdout, and nothing else there.")
 
     def add_pattern(self, text: str, name: str = "--pattern", **settings: Any) -> None:
-        """Adds a pattern, or several, as texts."""
         self.add_argument(name, metavar="TEXT", type=pattern_text, help=text, **settings)
 
     def add_picture(self, name: str, text: str) -> None:
-        """Adds the file of a picture."""
         self.add_argument(name, metavar="FILE.png", type=picture_file, help=text)
 
     def add_model(self, text: str, required: bool = False) -> None:
@@ -83,17 +80,15 @@ class Parser(argparse.ArgumentParser):
         self.add_layout()
 
     def add_heads(self) -> None:
-        """Adds the heads of attention, for commands that take a model instead."""
-        add, fewer = self.add_argument, "Key/value heads, without --model; default: as --heads."
+        add = self.add_argument
         add("--heads", type=at_least(1), metavar="N", help="Query heads, without --model.")
-        add("--kv-heads", type=at_least(1), metavar="N", help=fewer)
+        add("--kv-heads", type=at_least(1), metavar="N", help="Key/value heads, without --model; default: as --heads.")
         add("--head-dim", type=at_least(1), metavar="N", help="Size of a head, without --model.")
 
     def add_layout(self) -> None:
         self.add_choice("--layout", ("auto", *get_args(LayoutKind)), "How the row is divided among the ranks", "auto")
 
     def add_transport(self) -> None:
-        """Adds --transport and --ring-heads."""
         self.add_choice("--transport", get_args(TransportKind), "How keys travel", "auto")
         text = "With --transport heads: neighbours that exchange heads; default: all ranks."
         self.add_argument("--ring-heads", type=at_least(1), metavar="N", help=text)

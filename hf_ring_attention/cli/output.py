@@ -1,4 +1,4 @@
-"""Prints the results of commands: tables of 80 columns, JSON for programs, and progress on stderr, apart from both."""
+"""Prints the results of commands: tables of 80 columns, and JSON for programs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, redirect_stdout
-from typing import Any, TextIO
+from contextlib import contextmanager, redirect_stdout
+from typing import Any
 
 #: The width of a table in characters if stdout is a file or a pipe.
 WIDTH_OF_FILES = 80
@@ -16,12 +16,11 @@ WIDTH_OF_FILES = 80
 LONGEST_UNBROKEN = 16
 
 
-def terminal(stream: TextIO | None = None) -> Any:
-    """Returns a rich console for a stream; None is stdout."""
+def terminal() -> Any:
+    """Returns a rich console for stdout."""
     from rich.console import Console
 
-    stream = stream or sys.stdout
-    return Console(file=stream, width=None if stream.isatty() else WIDTH_OF_FILES, highlight=False)
+    return Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES, highlight=False)
 
 
 def print_table(
@@ -79,12 +78,6 @@ def stdout_left_alone() -> Iterator[None]:
 def print_json(figures: Any) -> None:
     """Prints figures as JSON to stdout."""
     print(json.dumps(figures, indent=1))
-
-
-def spinner(text: str) -> AbstractContextManager[Any]:
-    """Shows on stderr, if that is a terminal, that the command is working."""
-    status: AbstractContextManager[Any] = terminal(sys.stderr).status(text)
-    return status
 
 
 def short_count(tokens: int) -> str:

@@ -32,7 +32,6 @@ def pattern_or_file(text: str) -> str:
 
 
 def add_perplexity(parser: Parser) -> None:
-    """Adds the options of `perplexity`."""
     add = parser.add_argument
     add("model", metavar="MODEL", help="A causal language model: hub id or folder.")
     add("texts", metavar="TEXT_FILE", nargs="+", type=text_file, help="Texts in UTF-8.")
@@ -64,11 +63,12 @@ def perplexity_command(args: Namespace) -> None:
       torchrun --nproc-per-node 8 -m hf_ring_attention perplexity ./folder \\
           book.txt --lengths 32k,128k
     """
+    from ..cost.models import load_config
     from ..evaluation.texts import tokenized_text
-    from .loading import check_positions, load_model, load_tokenizer, read_config, ring_of_processes  # It loads torch.
+    from .loading import check_positions, load_model, load_tokenizer, ring_of_processes  # It loads torch.
 
     trust, lengths = args.trust_remote_code, list(dict.fromkeys(args.lengths or [args.tokens or USUAL_TOKENS]))
-    config = checked("MODEL", read_config, args.model, trust)
+    config = checked("MODEL", load_config, args.model, trust=trust)
     if args.stride is not None and not (args.lengths and args.stride <= min(lengths)):
         raise Refusal(f"it needs --lengths, and may be at most the shortest of them, got {args.stride}", "--stride")
     with stdout_left_alone() if args.json else nullcontext():

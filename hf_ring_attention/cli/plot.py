@@ -13,7 +13,7 @@ from ..plan.patterns import Pattern
 from ..plan.problem import Problem
 from .explain import attention_of, attention_of_config, documents_of_lengths, key_value_heads
 from .options import Parser, Refusal, above_zero, at_least, checked, pattern_text, token_count
-from .output import layer_numbers, short_count, spinner, terminal
+from .output import layer_numbers, short_count, terminal
 from .pictures import layout_lines, lines_of_patterns, timeline_summary
 
 
@@ -26,7 +26,6 @@ def _print_lines(lines: Iterable[str]) -> None:
 
 
 def add_plot_pattern(parser: Parser) -> None:
-    """Adds the options of `plot pattern`."""
     add, text = parser.add_argument, "Patterns such as exact, window:512+4, pyramid:512,3."
     add("patterns", metavar="PATTERN", nargs="*", type=pattern_text, help=text)
     parser.add_model("Show the patterns of this model's layers, and its heads.")
@@ -70,7 +69,6 @@ def plot_pattern_command(args: Namespace) -> None:
 
 
 def add_plot_layout(parser: Parser) -> None:
-    """Adds the options of `plot layout`."""
     parser.add_row()
     parser.add_pattern("A pattern, such as window:512+4 (default exact).", default="exact")
 
@@ -89,7 +87,6 @@ def plot_layout_command(args: Namespace) -> None:
 
 
 def add_plot_ring(parser: Parser) -> None:
-    """Adds the options of `plot ring`."""
     parser.add_row()
     add = parser.add_argument
     add("--tflops", metavar="X", type=above_zero(), required=True, help="10^12 operations a second of a device.")
@@ -117,14 +114,13 @@ def plot_ring_command(args: Namespace) -> None:
     heads: dict[str, Any] = {"num_heads": attention.num_heads, "num_kv_heads": attention.num_kv_heads}
     problem = Problem(attention.base, layout, rows or (((0, args.tokens),),), **heads)
     widths = attention.head_dim + attention.value_dim
-    with spinner("planning"):
-        timeline = ring_timeline(
-            problem,
-            pair_flops=2 * widths,
-            row_bytes=widths * number_bytes(args.dtype)[0],
-            flops=args.tflops * 1e12,
-            bandwidth=args.gbps * 1e9 / 8,
-        )
+    timeline = ring_timeline(
+        problem,
+        pair_flops=2 * widths,
+        row_bytes=widths * number_bytes(args.dtype)[0],
+        flops=args.tflops * 1e12,
+        bandwidth=args.gbps * 1e9 / 8,
+    )
     title = (
         f"{attention.base} over {short_count(args.tokens)} tokens, {args.ranks} ranks, {layout.kind}, "
         f"{args.tflops:g} TFLOP/s, {args.gbps:g} Gbit/s: one layer forward"

@@ -36,10 +36,6 @@ COMPUTE, SEND, WAIT = ("#3b6fb6", "#7fa8dc"), "#f0a030", "#d9534f"
 MOST_HEADS_WITH_TEXT = 12
 
 
-def _new_figure(width: float, height: float) -> Any:
-    return Figure(figsize=(width, height), layout="constrained")
-
-
 def _save(figure: Any, path: Path, legend: Sequence[Patch] = (), columns: int = 3) -> None:
     """Writes a figure to a file, whole or not at all, with a legend below."""
     if legend:
@@ -56,7 +52,7 @@ def plot_patterns(
     Args:
         head: the head whose keys are drawn; None for the keys that any of the heads sees.
     """
-    figure = _new_figure(1.6 + 3.6 * len(patterns), 4.9)
+    figure = Figure(figsize=(1.6 + 3.6 * len(patterns), 4.9), layout="constrained")
     axes = figure.subplots(1, len(patterns), squeeze=False)[0]
     colours = LinearSegmentedColormap.from_list("seen", ["#5b2a86", "#b5367a", "#f1605d", "#feb078", "#fcfdbf"])
     handles = [Patch(color=UNSEEN, label="not seen"), Patch(color=FUTURE, label="the future")]
@@ -89,7 +85,7 @@ def plot_patterns(
 
 def plot_ring(timeline: Timeline, title: str, path: Path) -> None:
     """Draws a ring's forward pass as a Gantt chart: when each rank computes, sends and waits."""
-    figure = _new_figure(10, 1.8 + 0.5 * min(timeline.ranks, 24))
+    figure = Figure(figsize=(10, 1.8 + 0.5 * min(timeline.ranks, 24)), layout="constrained")
     axis, p = figure.subplots(), timeline.ranks
     waiting: dict[str, Any] = {"hatch": "///", "facecolor": "white", "edgecolor": WAIT}
     for span in timeline.spans:
@@ -118,7 +114,7 @@ def plot_calibration(calibration: Calibration, path: Path) -> None:
     counts = Counter(str(pattern) for patterns in heads.values() for pattern in patterns)
     shares = {str(pattern): calibration.share_of(pattern) for pattern in calibration.menu}
     width = max(0.36, 0.085 * max(map(len, counts))) if most <= MOST_HEADS_WITH_TEXT else 0.36
-    figure = _new_figure(max(4.8, 1.9 + most * width), 2.4 + 0.24 * len(layers))
+    figure = Figure(figsize=(max(4.8, 1.9 + most * width), 2.4 + 0.24 * len(layers)), layout="constrained")
     norm, colours, axis = LogNorm(min(shares.values()), 1), colormaps["YlGnBu"], figure.subplots()
     values = np.full((len(layers), most), np.nan)
     for row, layer in enumerate(layers):
@@ -129,7 +125,7 @@ def plot_calibration(calibration: Calibration, path: Path) -> None:
                 axis.text(head, row, pattern, ha="center", va="center", fontsize=7, color=colour)
     axis.imshow(values, norm=norm, cmap=colours, aspect="auto", interpolation="nearest")
     axis.set(xticks=range(most), xlabel="key/value head", ylabel="layer")
-    axis.set_yticks(range(len(layers)), layers)
+    axis.set_yticks(range(len(layers)), map(str, layers))
     axis.tick_params(length=0, labelsize=8)
     tokens = short_count(calibration.seq_len)
     axis.set_title(f"{calibration.flop_share:.1%} of exact attention's FLOPs at {tokens} tokens", fontsize=10)
@@ -145,7 +141,7 @@ def plot_estimate(answer: Estimate, path: Path) -> None:
     """Draws bars of the parts of a device's peak for lengths around the estimated one."""
     from ..cost.estimate import parts_by_bound  # It imports torch.
 
-    figure = _new_figure(10, 4.6)
+    figure = Figure(figsize=(10, 4.6), layout="constrained")
     axis, setting = figure.subplots(), answer.setting
     unit = 2 * setting.ring_size
     lengths = [max(unit, round(setting.seq_len * 2.0**power / unit) * unit) for power in range(-3, 3)]

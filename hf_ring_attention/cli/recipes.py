@@ -13,7 +13,6 @@ RECIPE_FOLDERS = (Path(__file__).parents[1] / "recipes", Path(__file__).parents[
 
 
 def add_recipes(parser: Parser) -> None:
-    """Adds the options of `recipes`."""
     text = "The folder to copy to; the command makes it."
     parser.add_argument("folder", metavar="FOLDER", type=new_folder, help=text)
 
