@@ -25,7 +25,6 @@ from .memory import (
 )
 from .shape import ModelShape, shape_of_model
 
-#: Sources of formulas.
 _SAVED_BY_AUTOGRAD = "what autograd saves in Transformers' layers; as arXiv 2205.05198, section 4"
 _CHECKPOINTED = "activation checkpointing, arXiv 1604.06174, a layer at a time"
 
@@ -92,9 +91,7 @@ class Estimate:
 
     def __str__(self) -> str:
         lines = ["| part | GiB | formula |", "|---|---:|---|"]
-        for part in self.parts:
-            where = " (host)" if part.host else ""
-            lines.append(f"| {part.name}{where} | {part.bytes / 2**30:.2f} | {part.formula} |")
+        lines += [f"| {x.name}{' (host)' * x.host} | {x.bytes / 2**30:.2f} | {x.formula} |" for x in self.parts]
         least = ", at least" if self.not_counted else ""
         lines.append(f"| peak of a device{least} | {self.peak / 2**30:.2f} | in the {self.peak_phase} |")
         lines += [f"not counted: {self.not_counted}"] if self.not_counted else []
@@ -158,9 +155,8 @@ def estimate(
         | parameters | 0.56 | 596,049,920 parameters x 4 bytes / 4 devices |
         ...
     """
-    given = dict(locals())  # The setting has the names of the arguments.
+    given = dict(locals()) | {"ring_size": devices if ring_size is None else ring_size}
     given |= {name: str(given[name]).removeprefix("torch.") for name in ("dtype", "master_dtype")}
-    given["ring_size"] = devices if ring_size is None else ring_size
     setting = TrainingSetting(**{field.name: given[field.name] for field in fields(TrainingSetting)})
     setting.check()
     try:

@@ -78,8 +78,7 @@ class StepExplanation:
         base: the call that decides the layout.
         calls: for each pattern the numbers of its layers, and the call of one of them.
         mixers: the bytes of each rank in one layer with a mixer; None without mixers.
-        flops: of the busiest rank's forward pass, in all layers that attend.
-        imbalance: the same over the mean.
+        flops: of the busiest rank's forward pass; `imbalance` is the same over the mean.
         flop_share: the FLOPs of all ranks, as a share of exact attention's.
         traffic: the most bytes that any rank moves in all layers, and holds at once.
     """
@@ -98,10 +97,8 @@ def explain_patterns(attention: ModelAttention, **call: Any) -> dict[Pattern, Ex
     call |= {name: getattr(attention, name) for name in ("num_heads", "num_kv_heads", "head_dim", "value_dim")}
     calls = {attention.base: explain(attention.base, **call)}
     call["layout"] = calls[attention.base].layout
-    for pattern in attention.layers:
-        if pattern not in calls:
-            calls[pattern] = explain(pattern, **call)
-    return calls
+    others = [pattern for pattern in dict.fromkeys(attention.layers) if pattern != attention.base]
+    return calls | {pattern: explain(pattern, **call) for pattern in others}
 
 
 def explain_layers(

@@ -31,7 +31,6 @@ MOMENTS = 2
 
 _COUNTED = "counted in the model on torch's meta device"
 _ZERO = "; ZeRO, arXiv 1910.02054, section 5"
-
 _LEAST = {"seq_len": 1, "devices": 1, "ring_size": 1, "batch_size": 1, "mlp_tokens_at_once": 0}
 _CHOICES = {name: tuple(NUMBER_BYTES) for name in ("dtype", "master_dtype")}
 _CHOICES |= {"parallel": PARALLELS, "device": ("cuda", "cpu")}
@@ -81,11 +80,12 @@ class TrainingSetting:
 
     @property
     def number_bytes(self) -> int:
-        """The bytes of an activation; `master_bytes` are of a parameter that is kept."""
+        """The bytes of an activation."""
         return NUMBER_BYTES[self.dtype]
 
     @property
     def master_bytes(self) -> int:
+        """The bytes of a parameter that is kept."""
         return NUMBER_BYTES[self.master_dtype]
 
     @property
@@ -200,18 +200,13 @@ def _exchange_part(shape: ModelShape, setting: TrainingSetting) -> MemoryPart:
     if parallel in ("fsdp2", "zero3"):
         layer = max(layer.parameters for layer in shape.layers)
         outside = shape.parameters - sum(one.parameters - one.shared for one in shape.layers)
-        formula = f"({layer:,} of the largest layer x (weights, weights of the next one, gradients) + "
-        formula += f"{outside:,} outside of layers) x {computing} bytes"
-        source = "torch's fully_shard over each layer and the root, resharded after forward"
-        source = source if parallel == "fsdp2" else "DeepSpeed's ZeRO-3 gathers a layer and prefetches the next"
+        layers = f"{layer:,} of the largest layer x (weights, weights of the next one, gradients)"
+        formula = f"({layers} + {outside:,} outside of layers) x {computing} bytes"
+        source = "torch's fully_shard over each layer and the root; DeepSpeed's ZeRO-3 prefetches the next layer too"
         return MemoryPart("gathered parameters", (3 * layer + outside) * computing, formula, source)
     count, size, source = shape.parameters, master, "DistributedDataParallel with gradient_as_bucket_view=False"
     if parallel != "ddp":
-        count, size, source = (
-            REDUCE_BUCKET,
-            computing,
-            "DeepSpeed's reduce_bucket_size unless its configuration sets it",
-        )
+        count, size, source = REDUCE_BUCKET, computing, "DeepSpeed's default reduce_bucket_size"
     return MemoryPart("gradient buckets", count * size, f"{count:,} gradients x {size} bytes", source)
 
 

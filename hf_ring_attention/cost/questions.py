@@ -37,9 +37,7 @@ def bound_of_peak(shape: ModelShape, setting: TrainingSetting) -> float:
 
 def longest_sequence(answer: Estimate) -> int | None:
     """Returns the most tokens, a multiple of twice the ring, whose step fits a device; None if no length fits."""
-    unit = 2 * answer.setting.ring_size
-
-    high = 1
+    unit, high = 2 * answer.setting.ring_size, 1
     while _fits(answer, seq_len=high * unit):
         high *= 2
     units = range(1, high)

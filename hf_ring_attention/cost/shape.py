@@ -38,8 +38,7 @@ class LayerShape:
 
     Attributes:
         parameters: the number of parameters, all experts included; a later layer has `shared` of them, too.
-        mlp_width: the features of the MLP for one token; with experts, of all experts of a token together.
-        experts, experts_per_token: 0 in a dense layer.
+        mlp_width: the features of the MLP for one token: of all of its experts together, if there are `experts`.
         gated: whether the MLP multiplies two projections.
         norm_widths: the features of each norm whose output goes to linear layers.
         head_norm_width: the features of norms of queries and keys, whose outputs go to the rotary embedding.

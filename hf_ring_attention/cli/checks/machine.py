@@ -73,9 +73,7 @@ def judge_launch(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
     if 0 < len(without) < run.world_size:
         text = f"{processes(without)} found no GPU, the others did"
         return Verdict("failed", text, "Repair the driver on that host, or set ACCELERATE_USE_CPU=true on all.")
-    shown = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
-    where = f"on {shown}" if len(hosts) == 1 else f"on {len(hosts)} hosts ({shown})"
-    devices = f"{where}, {' and '.join(names)}"
+    devices = f"on {hosts[0] if len(hosts) == 1 else f'{len(hosts)} hosts'}, {' and '.join(names)}"
     if run.world_size == 1:
         return Verdict("ok", f"1 process {devices}, no launcher")
     count = run.world_size // run.ring_size

@@ -63,8 +63,7 @@ def measure_train_step(run: CheckRun) -> dict[str, Any]:
     mask = torch.ones_like(ids)
     mask[1, -ids.shape[1] // 3 :] = 0
     batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-    together = _steps(_tiny_on(run, _ring(run)), batch, averaged=dist.is_initialized())
-    alone = _steps(_tiny_on(run, Ring.alone()), batch)
+    together, alone = (_figures_of_step(model, batch, averaged) for model, averaged in zip(_models(run), (True, False)))
     loss, norm, after = together.values()
     return {
         "shown": f"loss {loss:.4f}, gradient norm {norm:.4f}, then loss {after:.4f}",
@@ -72,14 +71,14 @@ def measure_train_step(run: CheckRun) -> dict[str, Any]:
     }
 
 
-def _steps(model: Any, batch: dict[str, torch.Tensor], averaged: bool = False) -> dict[str, float]:
+def _figures_of_step(model: Any, batch: dict[str, torch.Tensor], averaged: bool) -> dict[str, float]:
     """Returns the figures of a step by their names; gradients may be averaged, as DDP does."""
     loss = model(**batch, use_cache=False).loss
     loss.backward()
     parameters = list(model.parameters())
     # An expert that no token of this rank went to has no gradient.
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    for gradient in gradients if averaged else ():
+    for gradient in gradients if averaged and dist.is_initialized() else ():
         dist.all_reduce(gradient)
         gradient /= dist.get_world_size()
     with torch.no_grad():
@@ -97,8 +96,7 @@ def measure_generation(run: CheckRun) -> dict[str, Any]:
     That process has no cache, so that an error in caches shows. But if the last tokens of a document see every key, a pass over
     all tokens has other last tokens than the steps had, so that process takes the same steps.
     """
-    ids = _rows_of_check(run)
-    model, alone = _tiny_on(run, _ring(run)), _tiny_on(run, Ring.alone())
+    ids, (model, alone) = _rows_of_check(run), _models(run)
     logits = _logits_of_new_tokens(model, ids, cache_argument(_prefilled(model, ids)))
     # Some mixers take steps that are approximations, and take them here, too.
     arguments: dict[str, Any] = {} if alone.config.model_type in MIXERS else {"use_cache": False}
@@ -118,11 +116,9 @@ def _prefilled(model: Any, ids: torch.Tensor) -> Any:
 
 
 def _logits_of_new_tokens(model: Any, ids: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
-    count = {"max_new_tokens": _NEW_TOKENS, "min_new_tokens": _NEW_TOKENS, "do_sample": False}
-    outputs = {"output_logits": True, "return_dict_in_generate": True}
-    return torch.stack(
-        model.generate(ids, attention_mask=torch.ones_like(ids), **arguments, **count, **outputs).logits, 1
-    )
+    arguments |= {"max_new_tokens": _NEW_TOKENS, "min_new_tokens": _NEW_TOKENS, "do_sample": False}
+    arguments |= {"output_logits": True, "return_dict_in_generate": True, "attention_mask": torch.ones_like(ids)}
+    return torch.stack(model.generate(ids, **arguments).logits, 1)
 
 
 def judge_figures(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
@@ -143,19 +139,16 @@ def _rows_of_check(run: CheckRun) -> torch.Tensor:
     return torch.randint(3, VOCAB, (2, tokens), generator=torch.Generator().manual_seed(1)).to(run.device)
 
 
-def _ring(run: CheckRun) -> Ring:
-    return Ring.alone() if run.ring_size == 1 else Ring(run.group)
-
-
-def _tiny_on(run: CheckRun, ring: Ring) -> Any:
-    """Returns the tiny model in float64 with the job's pattern and the same weights at each call, in evaluation mode.
+def _models(run: CheckRun) -> list[Any]:
+    """Returns the tiny model over the ring and on this process alone, in float64 with the job's pattern and equal weights.
 
     Raises:
         NotApplicable: a config that has no small form, or whose small form has no attention.
     """
+    rings = [Ring.alone() if run.ring_size == 1 else Ring(run.group), Ring.alone()]
     try:
-        model = model_with_large_weights(shrunk_config(run.facts["config"]), "eager").to(run.device, torch.float64)
-        return patch_model(model, run.facts["pattern"], ring)
+        models = [model_with_large_weights(shrunk_config(run.facts["config"]), "eager") for _ in rings]
+        return [patch_model(x.to(run.device, torch.float64), run.facts["pattern"], y) for x, y in zip(models, rings)]
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise NotApplicable(f"there is no tiny model of type {run.facts['type']!r}: {reason}") from None
