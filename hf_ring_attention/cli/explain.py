@@ -139,30 +139,25 @@ def _facts(args: Namespace, attention: ModelAttention, step: StepExplanation) ->
     facts.append(("heads", f"{attention.num_heads}/{attention.num_kv_heads} of {attention.head_dim}{values}"))
     facts += [("layers", f"{layer_numbers(layers)}: {call.pattern}") for layers, call in step.calls if attention.name]
     if mixers is not None:
-        facts.append(
-            ("mixers", f"in layers {layer_numbers(mixers.layers)}{_mixers_in_words(mixers, step, args.ranks)}")
-        )
+        facts.append(("mixers", _mixers_in_words(mixers, step, args.ranks)))
     facts.append(("layout", f"{layout.kind}: {step.base.layout_decision.reason}"))
     facts.append(("imbalance", ", ".join(f"{kind} {imbalance:.2f}" for kind, imbalance in step.base.layouts.items())))
     for _, call in step.calls:
         of_pattern = f"{call.pattern}: " * (len(step.calls) > 1)
         facts.append(("transport", f"{of_pattern}{call.decision.choice}: {call.decision.reason}"))
-    if args.ring_heads:
-        groups = f"rings between groups: {args.ranks // args.ring_heads} ranks"
-        facts.append(("heads", f"exchanged by {args.ring_heads} neighbours each; {groups}"))
     return facts
 
 
 def _mixers_in_words(mixers: ModelMixers, step: StepExplanation, ranks: int) -> str:
-    """Returns the work of a hybrid's mixers over a ring, the end of a sentence."""
+    """Returns the work of a hybrid's mixers over a ring, in a sentence."""
+    where = f"in layers {layer_numbers(mixers.layers)}"
     if step.mixers is None or ranks == 1:
-        return ", on one rank"
-    sent = short_bytes(step.mixers.forward.sent)
+        return f"{where}, on one rank"
+    sent = f"{short_bytes(step.mixers.forward.sent)} sent a layer"
     if mixers.numbers is not None:
-        return f"; their states pass from rank to rank, {sent} sent a layer"
+        return f"{where}; their states pass from rank to rank, {sent}"
     return (
-        f"; no states pass: each rank gathers whole rows, sends {sent} a layer, and computes them up to its last token: up to "
-        f"{ranks} times the work of one device in all"
+        f"{where}; each rank gathers whole rows, {sent}, and computes up to {ranks} times the work of one device in all"
     )
 
 

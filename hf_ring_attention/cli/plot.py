@@ -82,7 +82,7 @@ def plot_layout_command(args: Namespace) -> None:
     row: dict[str, Any] = {"seq_len": args.tokens, "world_size": args.ranks, "layout": args.layout}
     row |= {"documents": documents_of_lengths(args.documents, args.tokens), "transport": "ring"}
     heads = Pattern.parse(args.pattern).num_kv_heads or 1
-    call = explain(args.pattern, num_heads=heads, head_dim=1, **row)
+    call = checked(None, explain, args.pattern, num_heads=heads, head_dim=1, **row)
     _print_lines([f"{call.layout.kind}: {call.layout_decision.reason}", *layout_lines(call)])
 
 
