@@ -24,9 +24,9 @@ _COLUMNS = 9, 21
 
 
 def add_check(parser: Parser) -> None:
-    add, text = parser.add_argument, "The job's model, or its config.json; no weights are loaded."
+    add = parser.add_argument
     add("--ring-size", metavar="N", type=at_least(1), help="Processes that share each sequence (default: all).")
-    add("--model", metavar="ID_OR_FOLDER", help=text)
+    add("--model", metavar="ID_OR_FOLDER", help="The job's model, or its config.json; no weights are loaded.")
     parser.add_pattern("The job's pattern; default: the model's, else exact.")
     text = "The longest for each check (default 30)."
     add("--timeout", metavar="SECONDS", type=above_zero(), default=30.0, help=text)

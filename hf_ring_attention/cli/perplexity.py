@@ -37,12 +37,15 @@ def add_perplexity(parser: Parser) -> None:
     add("texts", metavar="TEXT_FILE", nargs="+", type=text_file, help="Texts in UTF-8.")
     text = f"A pattern, a file calibration.json, or own: the config's; repeatable (default {' '.join(USUAL_PATTERNS)})."
     add("--pattern", metavar="TEXT", action="append", type=pattern_or_file, help=text)
-    text = "First tokens of each text (default 4k, or the greatest of --lengths)."
-    add("--tokens", metavar="N", type=token_count(2), help=text)
+    add(
+        "--tokens",
+        metavar="N",
+        type=token_count(2),
+        help="First tokens of each text (default 4k, or most of --lengths).",
+    )
     text = "Context lengths: texts are cut into windows of each."
     add("--lengths", metavar="N,N,...", type=comma_list(token_count(2)), help=text)
-    text = "With --lengths: windows overlap, and advance by so many tokens."
-    add("--stride", metavar="N", type=token_count(), help=text)
+    add("--stride", metavar="N", type=token_count(), help="With --lengths: windows advance by so many tokens.")
     parser.add_trust()
     parser.add_choice("--dtype", ("float32", "bfloat16", "float16"), "Type of numbers", "float32")
     parser.add_json()

@@ -99,7 +99,6 @@ def test_reference_case(pattern, received, kind, transport):
         ({"world_size": 0}, "world_size must be an integer of at least 1, got 0"),
         ({"num_heads": 3, "num_kv_heads": 2}, "multiple of the number of key/value heads, got 3 and 2"),
         ({"num_kv_heads": 0}, "num_kv_heads must be an integer of at least 1, got 0"),
-        ({"value_dim": 0}, "value_dim must be an integer of at least 1, got 0"),
         ({"layout": "striped"}, "layout must be"),
         ({"transport": "local"}, "serves 1 rank, got 4"),
         ({"documents": [[(0, 65)]]}, "within the sequence of 64 tokens"),
