@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers.utils.logging import disable_progress_bar
 
 from ..hf.registration import IMPLEMENTATION
 from ..ring.ring import Ring
@@ -45,6 +47,8 @@ def load_model(source: str, dtype: str, device: Any, trust: bool) -> Any:
 
 
 def _loaded(kind: Any, source: str, **settings: Any) -> Any:
+    if not sys.stderr.isatty():
+        disable_progress_bar()
     try:
         return kind.from_pretrained(source, **settings)
     except (OSError, ValueError, NotImplementedError) as error:

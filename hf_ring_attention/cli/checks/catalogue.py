@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from . import links, machine, model, oracle
+from . import machine, model, oracle
 from .runner import Check
 
 _REACH = "Open the ports between the hosts, and name their network: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME."
@@ -25,8 +25,8 @@ def all_checks(ring_size: int) -> list[Check]:
     """Returns the checks of rings of this size, in the order in which they run."""
 
     def link(name: str, size: int, repeats: int) -> Check:
-        measure = partial(links.measure_link, size=size, repeats=repeats)
-        return Check(name, measure, partial(links.judge_link, size=size), _REACH, ("launch",))
+        measure = partial(machine.measure_link, size=size, repeats=repeats)
+        return Check(name, measure, partial(machine.judge_link, size=size), _REACH, ("launch",))
 
     def transport(name: str, *way: Any) -> Check:
         measure: Callable[..., Any] = partial(oracle.measure_transport, transport=way[0], neighbours=len(way) > 1)
