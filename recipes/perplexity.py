@@ -3,6 +3,7 @@
 One device:    python recipes/perplexity.py --tokens 4096
 Many devices:  torchrun --nproc-per-node 8 recipes/perplexity.py --model ID --text FILE --tokens 131072
 A data set:    python recipes/perplexity.py --model ID --dataset ID --split test --patterns exact window:512+4
+A picture:     python recipes/perplexity.py --patterns exact window:512+4 pyramid:512,3 window:128+4 --plot quality.png
 Small CPU:     ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 recipes/perplexity.py --tokens 2048
 
 `accelerate launch` works as well as torchrun. Without --model and --text, the recipe reads the model and the text of the
@@ -19,7 +20,8 @@ import common
 import documents
 import torch
 from accelerate import Accelerator
-from arguments import DTYPES, PATTERN_HELP, Help, at_least, load_pattern, new_file, pattern_source
+from arguments import DTYPES, PATTERN_HELP, Help, at_least, check_extra, load_pattern, new_file, pattern_source
+from pictures import plot_quality
 from transformers import HfArgumentParser
 
 import hf_ring_attention as ra
@@ -62,8 +64,10 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--patterns", type=pattern_source, nargs="+", default=PATTERNS, help=patterns)
     add("--dtype", choices=DTYPES, default="float32", help="type of numbers (default float32)")
     add("--json", type=new_file, help="file for the figures, with the loss of every token")
+    add("--plot", type=new_file, help="file for a picture of perplexity against attention FLOPs")
     args = parser.parse_args(argv)
     documents.check_arguments(parser, args)
+    check_extra(parser, "--plot", args.plot, "matplotlib")
     return args
 
 
@@ -83,6 +87,8 @@ def main() -> None:
         figures.append(row)
     if args.json and accelerator.is_main_process:
         checkpoints.write_text(args.json, json.dumps({"world_size": ring.world_size, "figures": figures}))
+    if args.plot and accelerator.is_main_process:
+        plot_quality(figures, args.plot)
     accelerator.end_training()
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import transformers
 
-from hf_ring_attention.cli.models import counts, types_by_reason
 from hf_ring_attention.hf import models as models_module
 from hf_ring_attention.hf.models import ModelSupport
 from tests.support.probe import survey
@@ -26,6 +26,10 @@ _HEAD = """# Model types
 side, and, where the columns say yes, over a ring of two ranks and with several documents in a row. The tests run every line
 again. A type that is not listed here is not refused for that: `ra.patch_model` decides by what it finds in the model.
 """
+
+
+#: The layers that a reason lists, such as "layer 0 is of type 'conv' (of this or another such type are layers [0, 2]): ".
+_LAYERS = re.compile(r"^layer \d+ is of type ('\w+') \([^)]*\): ")
 
 
 def run_survey(types: list[str]) -> None:
@@ -64,6 +68,33 @@ def models_page(models: Sequence[ModelSupport], release: str) -> str:
         for reason, types in types_by_reason(chosen):
             lines += ["", f"**{len(types)}**: " + ", ".join(f"`{name}`" for name in types), "", f"> {reason}"]
     return "\n".join(lines) + "\n"
+
+
+def general_reason(model: ModelSupport) -> str:
+    """Returns why a type is refused, without the names of its class and the numbers of its layers."""
+    reason = model.reason.removeprefix(model.model_class).lstrip(": ")
+    reason = _LAYERS.sub(r"layers of type \1: ", reason)
+    return reason if reason.startswith("ring_dilated") else reason[:1].upper() + reason[1:]
+
+
+def types_by_reason(models: Iterable[ModelSupport]) -> list[tuple[str, list[str]]]:
+    """Returns pairs (reason, model types), those with the most types first; leaves out models without a reason."""
+    groups: dict[str, list[str]] = {}
+    for model in models:
+        groups.setdefault(general_reason(model), []).append(model.model_type)
+    groups.pop("", None)
+    return sorted(groups.items(), key=lambda group: (-len(group[1]), group[0]))
+
+
+def counts(models: Sequence[ModelSupport], release: str) -> str:
+    """Returns one sentence with the numbers of types that are supported, refused and untested."""
+    count = {status: sum(model.status == status for model in models) for status in ("supported", "refused", "untested")}
+    ring, packed = sum(model.ring for model in models), sum(model.packed for model in models)
+    return (
+        f"Of the {len(models)} causal model types of Transformers {release}, {count['supported']} are supported ({ring} of "
+        f"them also over a ring, {packed} with packed rows), {count['refused']} are refused with a reason, and "
+        f"{count['untested']} are untested."
+    )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ import math
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from contextlib import redirect_stdout
+from typing import TYPE_CHECKING, Any
 
 from ..evaluation.whole_files import write_whole
 from .options import Parser, above_zero, at_least, checked, new_folder, text_file, token_count
@@ -25,29 +26,23 @@ _BUDGETS = {"flops": "the FLOPs", "cache_reads": "the reads of the cache", "byte
 
 
 def add_calibrate(parser: Parser) -> None:
-    """Adds the options of `calibrate`."""
     add = parser.add_argument
     parser.add_model("A causal language model: hub id or folder.", required=True)
-    text = "A text in UTF-8; repeatable."
-    add("--text", metavar="FILE", type=text_file, action="append", required=True, help=text)
-    text = "Share of exact attention's cost, up to 1 (default 0.25)."
-    add("--budget", metavar="SHARE", type=above_zero(1), default=0.25, help=text)
+    add("--text", metavar="FILE", type=text_file, action="append", required=True, help="A text in UTF-8; repeatable.")
+    add("--budget", metavar="SHARE", type=above_zero(1), default=0.25, help="Share of exact's cost (default 0.25).")
     parser.add_choice("--budget-of", tuple(_BUDGETS), "The cost that is counted", "flops")
-    text = "Ranks of the ring whose bytes are counted (default: the processes)."
-    add("--ranks", metavar="N", type=at_least(2), help=text)
+    add("--ranks", metavar="N", type=at_least(2), help="Ranks whose bytes are counted (default: the processes).")
     add("--seq-len", metavar="N", type=token_count(2), default="4k", help="Tokens of a row of text (default 4k).")
-    text = "Rows taken of each text, spread evenly over it (default 1)."
-    add("--rows", metavar="N", type=at_least(1), default=1, help=text)
+    add("--rows", metavar="N", type=at_least(1), default=1, help="Rows of each text, spread evenly (default 1).")
     text = "A pattern to choose among; repeatable. Default: windows with few and with many sinks, and exact."
     parser.add_pattern(text, "--menu", action="append")
     add("--retrieval", metavar="WEIGHT", type=float, help="Weight of finding tokens again; 0 for none.")
     add("--refinements", metavar="N", type=at_least(0), default=1, help="Passes around the choice (default 1).")
-    text = "Number that random tokens follow from (default 0)."
-    add("--seed", metavar="N", type=at_least(0, 2**32 - 1), default=0, help=text)
+    add("--seed", metavar="N", type=at_least(0, 2**32 - 1), default=0, help="Random tokens follow from it (default 0).")
     text = "Folder for results and measurements; an interrupted run continues there."
     add("--output", metavar="FOLDER", type=new_folder, help=text)
     parser.add_picture("--plot", "Draw the pattern of each layer and key/value head.")
-    parser.add_loading()
+    parser.add_choice("--dtype", ("float32", "bfloat16", "float16"), "Type of numbers", "float32")
 
 
 def calibrate_command(args: Namespace) -> None:
@@ -64,48 +59,36 @@ def calibrate_command(args: Namespace) -> None:
       torchrun --nproc-per-node 8 -m hf_ring_attention calibrate \\
           --model ./folder --text book.txt --seq-len 128k --output calibrated
     """
-    from .loading import check_positions, read_config  # It loads Transformers, which takes seconds.
+    from ..cost.models import load_config
+    from ..evaluation.calibration.calibrate import calibrate
+    from ..hf.config import patch_config
+    from .loading import check_positions, load_model, load_tokenizer, ring_of_processes  # It loads torch.
 
-    config = checked("--model", read_config, args.model, args.trust_remote_code)
-    checked("--seq-len", check_positions, config, args.seq_len)
-    calibration, rank, opening = checked(None, _calibrated, args)
-    if rank > 0:
+    trust = args.trust_remote_code
+    checked("--seq-len", check_positions, checked("--model", load_config, args.model, trust=trust), args.seq_len)
+    ring, device = ring_of_processes()
+    tokenizer = checked("--model", load_tokenizer, args.model, trust)
+    rows = [row for text in args.text for row in checked("--text", rows_of, tokenizer, *text, args.seq_len, args.rows)]
+    model = checked("--model", load_model, args.model, args.dtype, device, trust)
+    options = {name: getattr(args, name) for name in ("budget", "budget_of", "ranks", "refinements", "seed")}
+    options |= {name: getattr(args, name) for name in ("menu", "retrieval") if getattr(args, name) is not None}
+    folder = None if args.output is None else args.output / MEASURED
+    calibration = checked(None, calibrate, model, rows, ring=ring, folder=folder, **options)
+    if ring.rank > 0:
         return
-    report = io.StringIO()
-    _print_patterns(calibration, f"{args.model}, {args.dtype}", report)
-    _print_texts(calibration, [name for name, _ in args.text], args.rows, opening, report)
+    with redirect_stdout(io.StringIO()) as report:
+        _print_patterns(calibration, f"{args.model}, {args.dtype}")
+        _print_texts(calibration, [name for name, _ in args.text], args.rows)
+    print(report.getvalue(), end="")
     if args.output is not None:
+        calibration.save(args.output / CALIBRATION)
+        patch_config(copy.deepcopy(model.config), calibration).save_pretrained(args.output)
         write_whole(args.output / REPORT, report.getvalue())
     if args.plot is not None:
         from .plots import plot_calibration  # It imports matplotlib.
 
         plot_calibration(calibration, args.plot)
-    print(report.getvalue(), end="")
     print("\n".join(f"wrote {place}" for place in (args.output, args.plot) if place is not None))
-
-
-def _calibrated(args: Namespace) -> tuple[Calibration, int, str]:
-    """Returns the chosen patterns, the rank of this process, and the tokens with which the model's texts open.
-
-    Writes the patterns, and the model's config with them, to the folder of --output.
-    """
-    from ..evaluation.calibration.calibrate import calibrate
-    from ..evaluation.texts import opening_tokens
-    from ..hf.config import patch_config
-    from .loading import load_model, load_tokenizer, ring_of_processes
-
-    ring, device = ring_of_processes(args.device)
-    tokenizer = load_tokenizer(args.model, args.trust_remote_code)
-    rows = [row for name, text in args.text for row in rows_of(tokenizer, name, text, args.seq_len, args.rows)]
-    model = load_model(args.model, args.dtype, device, args.trust_remote_code)
-    options = {name: getattr(args, name) for name in ("budget", "budget_of", "ranks", "refinements", "seed")}
-    options |= {name: getattr(args, name) for name in ("menu", "retrieval") if getattr(args, name) is not None}
-    folder = None if args.output is None else args.output / MEASURED
-    calibration = calibrate(model, rows, ring=ring, folder=folder, **options)
-    if ring.rank == 0 and args.output is not None:
-        calibration.save(args.output / CALIBRATION)
-        patch_config(copy.deepcopy(model.config), calibration).save_pretrained(args.output)
-    return calibration, ring.rank, " ".join(tokenizer.convert_ids_to_tokens(opening_tokens(tokenizer).tolist()))
 
 
 def rows_of(tokenizer: Any, name: str, content: str, tokens: int, count: int) -> list[Tensor]:
@@ -116,10 +99,10 @@ def rows_of(tokenizer: Any, name: str, content: str, tokens: int, count: int) ->
     """
     import torch
 
-    from ..evaluation.texts import beginning_of, opening_tokens
+    from ..evaluation.texts import tokenized_text
 
-    part, opening = beginning_of(content, tokens) if count == 1 else content, opening_tokens(tokenizer)
-    ids = tokenizer(part, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0]
+    text = tokenized_text(content, tokenizer, tokens if count == 1 else tokens + len(content))
+    opening, ids = text.ids.tensor_split([text.opening])
     room = tokens - len(opening)
     if len(ids) < room * count or room < 1:
         raise ValueError(
@@ -130,27 +113,27 @@ def rows_of(tokenizer: Any, name: str, content: str, tokens: int, count: int) ->
     return [torch.cat([opening, ids[start : start + room]]) for start in starts]
 
 
-def _print_patterns(calibration: Calibration, model: str, stream: TextIO) -> None:
+def _print_patterns(calibration: Calibration, model: str) -> None:
     """Prints a table with a line for each pattern of the menu: its cost, and the layers and heads that have it."""
     heads = calibration.of_heads()
     counts = Counter(pattern for patterns in heads.values() for pattern in patterns)
-    total, rows = sum(counts.values()), []
+    total, rows = counts.total(), []
     for pattern in sorted(calibration.menu, key=calibration.share_of):
         layers = layer_numbers([layer for layer in sorted(heads) if pattern in heads[layer]]) or "-"
         share, count = calibration.share_of(pattern), counts[pattern]
         rows.append((pattern, f"{share:.1%}", count, f"{count / total:.0%}", layers))
-    shares = [
+    notes = [
         f"{calibration.flop_share:.2%} of exact attention's FLOPs at {short_count(calibration.seq_len)} tokens",
         f"{calibration.share('cache_reads'):.2%} of its reads of the cache for the next token",
+        f"the budget was {calibration.budget:.2%} of {_BUDGETS[calibration.budget_of]}",
     ]
     if calibration.ranks:
-        shares.append(f"{calibration.share('bytes'):.2%} of the bytes of a ring of {calibration.ranks}")
-    notes = [*shares, f"the budget was {calibration.budget:.2%} of {_BUDGETS[calibration.budget_of]}"]
+        notes.insert(2, f"{calibration.share('bytes'):.2%} of the bytes of a ring of {calibration.ranks}")
     title = f"{model}: {total} groups of heads in {len(heads)} layers"
-    print_table(title, ("pattern", "FLOPs of exact's", "groups", "of all", "in layers"), rows, notes, stream=stream)
+    print_table(title, ("pattern", "FLOPs of exact's", "groups", "of all", "in layers"), rows, notes)
 
 
-def _print_texts(calibration: Calibration, names: Sequence[str], rows: int, opening: str, stream: TextIO) -> None:
+def _print_texts(calibration: Calibration, names: Sequence[str], rows: int) -> None:
     """Prints a table with the perplexity of each row of text under exact attention, and its ratio under the choice."""
     titles = [f"{name}, row {row + 1}" if rows > 1 else name for name in names for row in range(rows)]
     cells = [
@@ -158,6 +141,5 @@ def _print_texts(calibration: Calibration, names: Sequence[str], rows: int, open
         for title, text in zip(titles, calibration.texts, strict=True)
     ]
     notes = [f"seed {calibration.seed}, weight of retrieval {calibration.retrieval:g}"]
-    notes += [f"each row opened by {opening}"] if opening else []
     title = "Perplexity of the texts that were chosen by"
-    print_table(title, ("text", "exact", "calibrated / exact"), cells, notes, stream=stream)
+    print_table(title, ("text", "exact", "calibrated / exact"), cells, notes)

@@ -9,7 +9,7 @@ import time
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
-from .options import Parser, Refusal, above_zero, at_least
+from .options import Parser, Refusal, above_zero, at_least, checked
 from .output import terminal
 
 if TYPE_CHECKING:
@@ -24,14 +24,12 @@ _COLUMNS = 9, 21
 
 
 def add_check(parser: Parser) -> None:
-    """Adds the options of `check`."""
-    add, text = parser.add_argument, "The job's model, or its config.json; no weights are loaded."
+    add = parser.add_argument
     add("--ring-size", metavar="N", type=at_least(1), help="Processes that share each sequence (default: all).")
-    add("--model", metavar="ID_OR_FOLDER", help=text)
+    add("--model", metavar="ID_OR_FOLDER", help="The job's model, or its config.json; no weights are loaded.")
     parser.add_pattern("The job's pattern; default: the model's, else exact.")
-    add(
-        "--timeout", metavar="SECONDS", type=above_zero(), default=30.0, help="The longest for each check (default 30)."
-    )
+    text = "The longest for each check (default 30)."
+    add("--timeout", metavar="SECONDS", type=above_zero(), default=30.0, help=text)
 
 
 def check_command(args: Namespace) -> int:
@@ -50,23 +48,28 @@ def check_command(args: Namespace) -> int:
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if args.ring_size is not None and count % args.ring_size:
         raise Refusal(f"a number that divides the {count} processes was expected, got {args.ring_size}", "--ring-size")
-    from .checks.catalogue import check_launch
-    from .checks.runner import told_to_end
+    from .checks.catalogue import all_checks
+    from .checks.runner import leave_processes, meet_processes, run_checks
 
     start, console = time.monotonic(), terminal()
     verdicts: dict[str, Verdict] = {}
-
-    def tell(name: str, verdict: Verdict) -> None:
-        verdicts[name] = verdict
-        _print_verdict(name, verdict, console)
-
-    with told_to_end() as told:
-        status, all_answer = check_launch(args, tell, told)
-        if verdicts:
-            console.print(_summary(verdicts, time.monotonic() - start))
-        if not all_answer:
-            sys.stdout.flush()
-            os._exit(status)  # Threads that hang would keep it.
+    run = checked(None, meet_processes, args)
+    try:
+        for name, verdict in run_checks(run, all_checks(run.ring_size)):
+            verdicts[name] = verdict
+            if run.rank == run.speaker:
+                _print_verdict(name, verdict, console)
+    except RuntimeError as error:  # The store is gone, with the process that held it.
+        print(f"hf-ring-attention check: {error}", file=sys.stderr)
+        os._exit(1)
+    if run.rank == run.speaker:
+        console.print(_summary(verdicts, time.monotonic() - start))
+    status = int(any(verdict.status == "failed" for verdict in verdicts.values()))
+    if any(verdict.out_of_step for verdict in verdicts.values()):
+        sys.stdout.flush()
+        time.sleep(run.rank == 0)  # It may hold the store, in which the others still read.
+        os._exit(status)  # Threads that hang would keep it.
+    leave_processes()
     return status
 
 
@@ -77,18 +80,15 @@ def _print_verdict(name: str, verdict: Verdict, console: Any) -> None:
     word, style = _SHOWN[verdict.status]
     head = Text(f"{word:{_COLUMNS[0]}}", style=style).append(f"{name:{_COLUMNS[1]}}", style="bold")
     width = console.width - sum(_COLUMNS) if console.is_terminal else 10**6
-    lines = textwrap.wrap(verdict.text, width, break_on_hyphens=False)
-    if verdict.remedy:
-        lines += textwrap.wrap(f"What to do: {verdict.remedy}", width, break_on_hyphens=False)
-    margin = " " * sum(_COLUMNS)
-    console.print(head.append(f"\n{margin}".join(lines), style="default"), soft_wrap=True)
+    texts = [verdict.text, f"What to do: {verdict.remedy}"] if verdict.remedy else [verdict.text]
+    lines = [line for text in texts for line in textwrap.wrap(text, width, break_on_hyphens=False)]
+    console.print(head.append(f"\n{' ' * sum(_COLUMNS)}".join(lines), style="default"), soft_wrap=True)
 
 
 def _summary(verdicts: dict[str, Verdict], seconds: float) -> str:
     """Returns the last line: the checks that failed, or that none did."""
     names = {status: [name for name, x in verdicts.items() if x.status == status] for status in _SHOWN}
-    count = len(verdicts) - len(names["skipped"])
     if names["failed"]:
         return f"failed, after {seconds:.0f} s: {', '.join(names['failed'])}"
     warned = f" but for warnings of {', '.join(names['warning'])}" if names["warning"] else ""
-    return f"all {count} checks are ok{warned}, in {seconds:.0f} s"
+    return f"all {len(verdicts) - len(names['skipped'])} checks are ok{warned}, in {seconds:.0f} s"

@@ -8,15 +8,14 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ..cost.memory import NUMBER_BYTES, PARALLELS
-from .options import MOST_TOKENS, Parser, at_least, checked, memory_size, token_count
-from .output import print_json, print_table, short_bytes, short_count, spinner
+from .options import Parser, at_least, checked, memory_size, token_count
+from .output import print_json, print_table, short_bytes, short_count
 
 if TYPE_CHECKING:
     from ..cost.estimate import Estimate
 
 
 def add_estimate(parser: Parser) -> None:
-    """Adds the options of `estimate`."""
     parser.add_model("A folder with a config.json, or a hub id.", required=True)
     add, dtypes = parser.add_argument, tuple(NUMBER_BYTES)
     add("--seq-len", metavar="N", type=token_count(), required=True, help="Tokens of a sequence: 4096, 128k, 1M.")
@@ -25,23 +24,15 @@ def add_estimate(parser: Parser) -> None:
     add("--ring-size", metavar="N", type=at_least(1), help="Devices that share a sequence (default: all).")
     parser.add_pattern("Default: the model's, else exact.")
     parser.add_choice("--parallel", PARALLELS, "How parameters are divided", "fsdp2")
-    text = "Compute activations again in backward, or not (default yes)."
-    add("--checkpointing", action=BooleanOptionalAction, default=True, help=text)
+    add("--checkpointing", action=BooleanOptionalAction, default=True, help="Backward recomputes layers (default yes).")
     add("--offload", action="store_true", help="Saved activations wait in host memory.")
-    text = "The optimizer is in host memory, as DeepSpeed can have it."
-    add("--offload-optimizer", action="store_true", help=text)
+    add("--offload-optimizer", action="store_true", help="The optimizer is in host memory, by DeepSpeed.")
     add("--accumulate", action="store_true", help="Gradients stay from batch to batch of a step.")
-    text = "Sequences that a ring reads at once (default 1)."
-    add("--batch-size", metavar="N", type=at_least(1), default=1, help=text)
+    add("--batch-size", metavar="N", type=at_least(1), default=1, help="Sequences of a ring at once (default 1).")
     parser.add_choice("--dtype", dtypes, "Activations", "bfloat16")
     parser.add_choice("--master-dtype", dtypes, "Weights, gradients, moments", "float32")
-    text = "Tokens of an MLP in slices, by another library; 0: all (default)."
-    add("--mlp-tokens", metavar="N", type=at_least(0, MOST_TOKENS), default=0, help=text)
     parser.add_layout()
     parser.add_transport()
-    parser.add_choice("--device", ("cuda", "cpu"), "Kind of device", "cuda")
-    text = "What a process holds before the model is made, as you measured it: 500MB; default: not counted."
-    add("--overhead", metavar="SIZE", type=memory_size, default=0, help=text)
     parser.add_picture("--plot", "Draw memory by length.")
     parser.add_json()
 
@@ -62,21 +53,18 @@ def estimate_command(args: Namespace) -> None:
 
     names = (
         "devices ring_size memory pattern parallel checkpointing offload offload_optimizer accumulate batch_size dtype "
-        "master_dtype layout transport device overhead"
+        "master_dtype layout transport"
     )
-    setting = {name: getattr(args, name) for name in names.split()}
-    setting |= {"mlp_tokens_at_once": args.mlp_tokens, "heads": args.ring_heads}
-    # Plans of many ranks are some hundred thousand objects without circles, and searching them for circles takes a while.
-    gc.disable()
-    with spinner(f"planning {args.seq_len} tokens over {args.ring_size or args.devices} ranks"):
-        config = checked(None, load_config, args.model, trust=args.trust_remote_code)
-        answer = checked(None, estimate, config, args.seq_len, **setting)
-        if args.plot is not None:
-            from .plots import plot_estimate
-
-            plot_estimate(answer, args.plot)
-        figures = _figures_of(answer)
+    setting = {name: getattr(args, name) for name in names.split()} | {"heads": args.ring_heads}
+    gc.disable()  # Plans of many ranks are some hundred thousand objects without circles.
+    config = checked(None, load_config, args.model, trust=args.trust_remote_code)
+    answer = checked(None, estimate, config, args.seq_len, **setting)
+    figures = _figures_of(answer)
     gc.enable()
+    if args.plot is not None:
+        from .plots import plot_estimate
+
+        plot_estimate(answer, args.plot)
     if args.json:
         print_json(figures)
         return
@@ -94,19 +82,14 @@ def _figures_of(answer: Estimate) -> dict[str, Any]:
     figures |= {"setting": asdict(answer.setting), "parts": [asdict(part) for part in answer.parts]}
     figures |= {name: getattr(answer, name) for name in names} | {"exchanges": {}}
     for pattern, call in answer.exchanges.items():
-        traffic = {name: call.busiest(name) for name in call.balance}
-        figures["exchanges"][pattern] = {
-            "transport": call.decision.choice,
-            "reason": call.decision.reason,
-            "layout": call.layout.kind,
-            "buffers": {name: of.buffers for name, of in traffic.items()},
-            "received": {name: [of.forward.received, of.backward.received] for name, of in traffic.items()},
-        }
+        buffers = {name: call.busiest(name).buffers for name in call.balance}
+        chosen = {"transport": call.decision.choice, "reason": call.decision.reason, "layout": call.layout.kind}
+        figures["exchanges"][pattern] = chosen | {"buffers": buffers}
     figures["next_switches"] = [asdict(one) for one in next_switches(answer)]
     if answer.memory is not None:
         ring = smallest_ring(answer)
         figures["longest_sequence"] = longest_sequence(answer)
-        figures["smallest_ring"] = None if ring is None else {"ring_size": ring[0], "devices": ring[1]}
+        figures["smallest_ring"] = None if ring is None else dict(zip(("ring_size", "devices"), ring))
     return figures
 
 
@@ -139,8 +122,5 @@ def _answers(answer: Estimate, figures: dict[str, Any]) -> list[str]:
     for switch in figures["next_switches"][:4]:
         fits = {None: "", True: ", and it fits", False: ", which is not enough"}[switch["fits"]]
         lines.append(f"set {switch['name']}: {short_bytes(switch['gain'])} less{fits}")
-    if answer.not_counted:
-        lines.append(f"not counted: {answer.not_counted}")
-    if not answer.setting.overhead:
-        lines.append("not counted: what the process holds before the model is made (--overhead), and fragmentation")
-    return lines
+    lines += [f"not counted: {answer.not_counted}"] if answer.not_counted else []
+    return [*lines, "not counted: what the process holds before the model is made, and fragmentation"]

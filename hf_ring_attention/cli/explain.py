@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import itertools
 from argparse import Namespace
-from typing import Any, get_args
+from typing import Any
 
-from ..cost.layers import ModelAttention, explain_layers
+from ..cost.explain import Explanation
+from ..cost.layers import ModelAttention, ModelMixers, StepExplanation, explain_layers
 from ..plan.choices import check_choices
 from ..plan.patterns import Pattern
 from ..plan.problem import Documents
-from ..plan.traffic import TransportKind
+from ..plan.traffic import RankTraffic
 from .models import why_not
 from .options import Parser, Refusal, at_least, checked
-from .output import layer_numbers, print_json, print_table, short_bytes, short_count, spinner, terminal
+from .output import layer_numbers, print_table, short_bytes, short_count, terminal
 
 
 def add_explain(parser: Parser) -> None:
-    """Adds the options of `explain`."""
     parser.add_row()
     parser.add_pattern("Pattern of layers without a window of their own; default: the model's, else exact.")
     parser.add_model("Take heads and layers from its config.json.")
     parser.add_heads()
     add = parser.add_argument
-    add("--layers", metavar="N", type=at_least(1), default=1, help="Layers, without --model (default 1).")
     parser.add_choice("--dtype", ("float32", "bfloat16", "float16", "float64"), "Type of numbers", "bfloat16")
     add("--batch-size", metavar="N", type=at_least(1), default=1, help="Rows at once (default 1).")
     add("--bidirectional", action="store_true", help="Queries also see keys after them.")
     parser.add_transport()
-    parser.add_json()
 
 
 def explain_command(args: Namespace) -> None:
@@ -42,7 +40,6 @@ def explain_command(args: Namespace) -> None:
           --heads 32 --kv-heads 8 --head-dim 128
       hf-ring-attention explain --tokens 1M --ranks 16 --model ./folder \\
           --transport heads --ring-heads 8
-      hf-ring-attention explain --tokens 32k --ranks 4 --model ./folder --json
     """
     if args.ring_heads is not None:
         checked("--ring-heads", check_choices, args.layout, args.transport, args.ranks, args.ring_heads)
@@ -51,16 +48,8 @@ def explain_command(args: Namespace) -> None:
     call = {name: getattr(args, name) for name in ("layout", "transport", "dtype", "batch_size")}
     call |= {"seq_len": args.tokens, "world_size": args.ranks, "heads": args.ring_heads}
     call |= {"causal": not args.bidirectional, "documents": None if rows is None else rows * args.batch_size}
-    with spinner(f"planning {args.tokens} tokens over {args.ranks} ranks"):
-        figures = checked(None, explain_layers, attention, **call)
-    answer: dict[str, Any] = {"model": attention.name or None, "model_type": attention.model_type or None}
-    answer |= {name: getattr(args, name) for name in ("tokens", "ranks", "dtype", "batch_size", "ring_heads")}
-    answer |= {"causal": not args.bidirectional, "heads": attention.num_heads, "kv_heads": attention.num_kv_heads}
-    answer |= {"head_dim": attention.head_dim, "value_dim": attention.value_dim, **figures}
-    if args.json:
-        print_json(answer)
-    else:
-        _print_answer(answer)
+    step = checked(None, explain_layers, attention, **call)
+    _print_step(step, _facts(args, attention, step))
 
 
 def attention_of(args: Namespace) -> ModelAttention:
@@ -70,19 +59,8 @@ def attention_of(args: Namespace) -> ModelAttention:
         return attention_of_config(args, pattern)
     if args.heads is None or args.head_dim is None:
         raise Refusal("needed are --heads and --head-dim (and --kv-heads, if they are fewer), or --model")
-    pattern, layers = pattern or Pattern.exact(), getattr(args, "layers", 1)
-    return ModelAttention(
-        name="",
-        model_type="",
-        num_heads=args.heads,
-        num_kv_heads=key_value_heads(args.heads, args.kv_heads),
-        head_dim=args.head_dim,
-        value_dim=args.head_dim,
-        base=pattern,
-        layers=(pattern,) * layers,
-        numbers=tuple(range(layers)),
-        sliding=(False,) * layers,
-    )
+    heads, pattern = (args.heads, key_value_heads(args.heads, args.kv_heads)), pattern or Pattern.exact()
+    return ModelAttention("", "", *heads, args.head_dim, args.head_dim, pattern, (pattern,), (0,))
 
 
 def attention_of_config(args: Namespace, pattern: Pattern | None) -> ModelAttention:
@@ -93,8 +71,7 @@ def attention_of_config(args: Namespace, pattern: Pattern | None) -> ModelAttent
     from ..cost.models import attention_of_model, load_config  # It loads Transformers, which takes seconds.
 
     try:
-        with spinner(f"reading the config of {args.model}"):
-            attention = attention_of_model(load_config(args.model, trust=args.trust_remote_code), args.model, pattern)
+        attention = attention_of_model(load_config(args.model, trust=args.trust_remote_code), args.model, pattern)
     except ValueError as error:
         raise Refusal(f"{error}; or, for attention alone, give --heads, --kv-heads and --head-dim", "--model") from None
     reason = why_not(attention.model_type, getattr(args, "ranks", 1))
@@ -122,83 +99,71 @@ def key_value_heads(heads: int, kv_heads: int | None) -> int:
     return kv_heads or heads
 
 
-def _print_answer(answer: dict[str, Any]) -> None:
+def _print_step(step: StepExplanation, facts: list[tuple[str, str]]) -> None:
     """Prints facts and reasons, FLOPs, and the bytes of each transport."""
     from rich.table import Table
     from rich.text import Text
 
     grid = Table.grid(padding=(0, 2))
-    for name, text in _facts(answer):
+    for name, text in facts:
         grid.add_row(Text(name, style="bold"), Text(text))
     terminal().print(grid, "")
-    kinds, step, mixers = answer["layer_kinds"], answer["step"], answer["mixers"]
-    several = step["layers"] > 1
-    rows: list[Any] = [(row["kind"], row["pattern"], len(row["layers"]), *_flop_cells(row)) for row in kinds]
-    rows += [("a step", "", step["layers"], *_flop_cells(step))] * several
-    headings = ("layers", "pattern", "number", "forward", "backward", "imbalance", "of exact")
-    notes = ["forward, backward: the busiest rank; imbalance: busiest / mean; of exact: the share of all ranks' FLOPs"]
-    print_table("TFLOP of one layer" + " and of all" * several, headings, rows, notes, left=2)
-    rows = []
-    for row in kinds:
-        for name in get_args(TransportKind):
-            if f"{name}_bytes" in row:
-                mark = " *" * (name == row["transport"])
-                rows.append((row["kind"], name + mark, *_byte_cells(row[f"{name}_bytes"])))
-    if mixers:
-        rows.append(("mixers", f"{mixers['gathers']} *", *_byte_cells(mixers["bytes"])))
-    if several or mixers:
-        rows.append(("a step", "as chosen *", *_byte_cells(step["bytes"])))
-    columns = ("layers", "transport", "forward", "backward", "buffers", "of mean")
+    flops: list[Any] = []
+    moved: list[Any] = []
+    for layers, call in step.calls:
+        most = max(share.forward_flops for share in call.ranks)
+        flops.append((call.pattern, len(layers), *_flop_cells(most, call)))
+        for name, balance in call.balance.items():
+            mark = " *" * (name == call.decision.choice)
+            moved.append((call.pattern, name + mark, *_byte_cells(call.busiest(name)), f"{balance:.2f}"))
+    flops.append(("a step", sum(len(layers) for layers, _ in step.calls), *_flop_cells(step.flops, step)))
+    if step.mixers is not None:
+        moved.append(("mixers", "always *", *_byte_cells(step.mixers), ""))
+    moved.append(("a step", "as chosen *", *_byte_cells(step.traffic), ""))
+    headings = ["pattern", "layers", "TFLOP", "imbalance", "of exact"]
+    notes = ["the busiest rank; imbalance: busiest / mean; of exact: all ranks' share; backward has 2.5 times as many"]
+    print_table("Forward FLOPs of one layer, and of a step", headings, flops, notes)
+    headings = ["pattern", "transport", "forward", "backward", "buffers", "of mean"]
     notes = ["* marks the chosen transport; of mean: the work of the busiest rank over the mean"]
-    title = "Bytes that the busiest rank receives in one layer" + " and in all" * (several or bool(mixers))
-    print_table(title, columns, rows, notes, left=2)
+    print_table("Bytes that the busiest rank receives in one layer, and in a step", headings, moved, notes, left=2)
 
 
-def _facts(answer: dict[str, Any]) -> list[tuple[str, str]]:
+def _facts(args: Namespace, attention: ModelAttention, step: StepExplanation) -> list[tuple[str, str]]:
     """Returns the lines above the tables, each with its name."""
-    ranks, kinds, mixers = answer["ranks"], answer["layer_kinds"], answer["mixers"]
-    padding = f", {answer['padding']} of padding" if answer["padding"] else ""
-    shape = f"{answer['heads']}/{answer['kv_heads']} heads x {answer['head_dim']}"
-    if answer["value_dim"] != answer["head_dim"]:
-        shape += f" (values {answer['value_dim']})"
-    facts = [("model", f"{answer['model']} ({answer['model_type']})")] if answer["model"] else []
-    spread = f"over {ranks} ranks: {answer['tokens_of_a_rank']} each{padding}"
-    facts.append(("sequence", f"{short_count(answer['tokens'])} tokens {spread}"))
-    settings = f"{answer['dtype']}, batch size {answer['batch_size']}"
-    facts.append(("attention", f"{answer['step']['layers']} layer(s), {shape}, {settings}"))
-    if len(kinds) > 1 or mixers:
-        facts += [(f"layers, {row['kind']}", layer_numbers(row["layers"])) for row in kinds]
-    if mixers:
-        facts.append(("mixers", _mixers_in_words(mixers, ranks)))
-    facts.append(("layout", f"{answer['layout']}: {answer['layout_reason']}"))
-    balances = answer["imbalance_of_layouts"].items()
-    facts.append(("imbalance", ", ".join(f"{kind} {imbalance:.2f}" for kind, imbalance in balances)))
-    facts += [(f"transport, {row['kind']}", f"{row['transport']}: {row['transport_reason']}") for row in kinds]
-    if answer["ring_heads"]:
-        groups = f"rings between groups: {ranks // answer['ring_heads']} ranks"
-        facts.append(("heads", f"exchanged by {answer['ring_heads']} neighbours each; {groups}"))
+    layout, mixers = step.base.layout, attention.mixers
+    padding = f", {layout.padded_len - layout.seq_len} of padding" if layout.padded_len > layout.seq_len else ""
+    tokens = f"{short_count(args.tokens)} tokens over {args.ranks} ranks: {layout.local_len} each{padding}"
+    values = "" if attention.value_dim == attention.head_dim else f" (values {attention.value_dim})"
+    facts = [("model", f"{attention.name} ({attention.model_type})")] if attention.name else []
+    facts.append(("sequence", f"{tokens}, {args.dtype}, batch size {args.batch_size}"))
+    facts.append(("heads", f"{attention.num_heads}/{attention.num_kv_heads} of {attention.head_dim}{values}"))
+    facts += [("layers", f"{layer_numbers(layers)}: {call.pattern}") for layers, call in step.calls if attention.name]
+    if mixers is not None:
+        facts.append(("mixers", _mixers_in_words(mixers, step, args.ranks)))
+    facts.append(("layout", f"{layout.kind}: {step.base.layout_decision.reason}"))
+    facts.append(("imbalance", ", ".join(f"{kind} {imbalance:.2f}" for kind, imbalance in step.base.layouts.items())))
+    for _, call in step.calls:
+        of_pattern = f"{call.pattern}: " * (len(step.calls) > 1)
+        facts.append(("transport", f"{of_pattern}{call.decision.choice}: {call.decision.reason}"))
     return facts
 
 
-def _mixers_in_words(mixers: dict[str, Any], ranks: int) -> str:
+def _mixers_in_words(mixers: ModelMixers, step: StepExplanation, ranks: int) -> str:
     """Returns the work of a hybrid's mixers over a ring, in a sentence."""
-    where = f"in layers {layer_numbers(mixers['layers'])}"
-    if ranks == 1:
+    where = f"in layers {layer_numbers(mixers.layers)}"
+    if step.mixers is None or ranks == 1:
         return f"{where}, on one rank"
-    sent = short_bytes(mixers["bytes"]["forward_sent"])
-    if mixers["gathers"] == "states":
-        return f"{where}; states of {mixers['runs_of_a_rank']} runs of each rank pass, {sent} sent a layer"
+    sent = f"{short_bytes(step.mixers.forward.sent)} sent a layer"
+    if mixers.numbers is not None:
+        return f"{where}; their states pass from rank to rank, {sent}"
     return (
-        f"{where}; no states pass: each rank gathers whole rows, sends {sent} a layer, and computes them up to its last "
-        f"token: up to {mixers['most_work']} times the work of one device in all"
+        f"{where}; each rank gathers whole rows, {sent}, and computes up to {ranks} times the work of one device in all"
     )
 
 
-def _flop_cells(row: dict[str, Any]) -> tuple[str, ...]:
-    flops = (f"{row[name] / 1e12:.4g}" for name in ("forward_flops", "backward_flops"))
-    return (*flops, f"{row['imbalance']:.3f}", f"{row['share_of_exact_flops']:.2%}")
+def _flop_cells(most: int, work: Explanation | StepExplanation) -> tuple[str, ...]:
+    return f"{most / 1e12:.4g}", f"{work.imbalance:.3f}", f"{work.flop_share:.2%}"
 
 
-def _byte_cells(figures: dict[str, Any]) -> tuple[str, ...]:
-    sizes = (short_bytes(figures[name]) for name in ("forward_received", "backward_received", "buffers"))
-    return (*sizes, f"{figures['imbalance']:.2f}" if "imbalance" in figures else "")
+def _byte_cells(traffic: RankTraffic) -> tuple[str, ...]:
+    return tuple(map(short_bytes, (traffic.forward.received, traffic.backward.received, traffic.buffers)))

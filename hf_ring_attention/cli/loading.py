@@ -1,34 +1,22 @@
-"""Loads what a command names: a config, a tokenizer and a checkpoint for "ring_dilated", on the ring of all processes."""
+"""Loads a tokenizer and a checkpoint for "ring_dilated", on the ring of all processes."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+import sys
 from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
-from ..cost.models import load_config
 from ..hf.registration import IMPLEMENTATION
 from ..ring.ring import Ring
-from .output import spinner
-
-
-def read_config(source: str, trust: bool) -> PretrainedConfig:
-    """Returns the config of a folder or hub id; it raises as `load_config` does."""
-    with spinner(f"reading the config of {source}"):  # An unreachable hub is asked for half a minute.
-        return load_config(source, trust=trust)
 
 
 def check_positions(config: PretrainedConfig, tokens: int) -> None:
-    """Refuses rows of more tokens than a model has positions for.
-
-    Raises:
-        ValueError: for such rows.
-    """
+    """Raises a ValueError for rows of more tokens than a model has positions for."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and tokens > positions:
         raise ValueError(
@@ -37,22 +25,15 @@ def check_positions(config: PretrainedConfig, tokens: int) -> None:
         )
 
 
-def ring_of_processes(device: str | None) -> tuple[Ring, torch.device]:
+def ring_of_processes() -> tuple[Ring, torch.device]:
     """Returns the ring of all processes that a launcher started, or of this one alone, and the device of this process."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return Ring.alone(), torch.device(device)
-    state = PartialState(cpu=device == "cpu")
-    return Ring(), state.device
+    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available())
+    return Ring() if state.num_processes > 1 else Ring.alone(), state.device
 
 
 def load_tokenizer(source: str, trust: bool) -> Any:
-    """Returns the tokenizer of a folder or hub id.
-
-    Raises:
-        ValueError: one that cannot be loaded.
-    """
-    return _loaded(source, lambda: AutoTokenizer.from_pretrained(source, trust_remote_code=trust))
+    """Returns the tokenizer of a folder or hub id; raises a ValueError if it cannot be loaded."""
+    return _loaded(AutoTokenizer, source, trust_remote_code=trust)
 
 
 def load_model(source: str, dtype: str, device: Any, trust: bool) -> Any:
@@ -61,17 +42,15 @@ def load_model(source: str, dtype: str, device: Any, trust: bool) -> Any:
     Raises:
         ValueError: one that cannot be loaded, or that ring_dilated does not compute.
     """
-    settings = {"attn_implementation": IMPLEMENTATION, "dtype": getattr(torch, dtype)}
-    return _loaded(
-        source, lambda: AutoModelForCausalLM.from_pretrained(source, **settings, trust_remote_code=trust)
-    ).to(device)
+    settings = {"attn_implementation": IMPLEMENTATION, "dtype": getattr(torch, dtype), "trust_remote_code": trust}
+    return _loaded(AutoModelForCausalLM, source, **settings).to(device)
 
 
-def _loaded(source: str, load: Callable[[], Any]) -> Any:
-    disable_progress_bar()
+def _loaded(kind: Any, source: str, **settings: Any) -> Any:
+    if not sys.stderr.isatty():
+        disable_progress_bar()
     try:
-        with spinner("loading the model"):
-            return load()
+        return kind.from_pretrained(source, **settings)
     except (OSError, ValueError, NotImplementedError) as error:
         own_code = "trust_remote_code" in str(error)
         remedy = ". It brings its own code: read it, and pass --trust-remote-code if you trust it" if own_code else ""

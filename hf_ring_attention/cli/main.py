@@ -66,8 +66,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         require_extra("the command line", "rich")
         words = sys.argv[1:] if arguments is None else arguments
-        prog = " ".join([PROGRAM, *words[:1]]) if words[:1] == ["lm-eval"] else PROGRAM
         if words[:1] == ["lm-eval"] and not {*words[1:]} & {"-h", "--help"}:
+            prog = f"{PROGRAM} lm-eval"
             lm_eval.lm_eval_command(words[1:])  # lm-evaluation-harness reads its own options.
             sys.exit(0)
         args = command_parser().parse_args(words)

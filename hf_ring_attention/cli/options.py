@@ -23,8 +23,6 @@ Value = TypeVar("Value")
 
 #: The most layers, heads, ranks or rows that a command takes; it makes lists of so many.
 MOST = 65536
-#: The most tokens of a sequence.
-MOST_TOKENS = 2**40
 #: The ends of the names of files that pictures are written to.
 PICTURE_FORMATS = (".png", ".svg", ".pdf")
 #: The packages that some features need: the name to import, and the requirement for pip.
@@ -52,21 +50,17 @@ class Parser(argparse.ArgumentParser):
         raise Refusal(f"{message} (see {self.prog} --help)")
 
     def add_choice(self, name: str, choices: Sequence[str], text: str, default: str) -> None:
-        """Adds an option that takes one of several names."""
         text = f"{text}: {', '.join(choices)} (default {default})."
         self.add_argument(name, choices=choices, metavar="NAME", default=default, help=text)
 
     def add_json(self) -> None:
-        """Adds --json."""
         self.add_argument("--json", action="store_true", help="Write JSON to stdout, and nothing else there.")
 
     def add_pattern(self, text: str, name: str = "--pattern", **settings: Any) -> None:
-        """Adds a pattern, or several, as texts."""
         self.add_argument(name, metavar="TEXT", type=pattern_text, help=text, **settings)
 
-    def add_picture(self, name: str, text: str, required: bool = False) -> None:
-        """Adds the file of a picture."""
-        self.add_argument(name, metavar="FILE.png", type=picture_file, required=required, help=text)
+    def add_picture(self, name: str, text: str) -> None:
+        self.add_argument(name, metavar="FILE.png", type=picture_file, help=text)
 
     def add_model(self, text: str, required: bool = False) -> None:
         """Adds --model, and the permission to run its code."""
@@ -74,37 +68,27 @@ class Parser(argparse.ArgumentParser):
         self.add_trust()
 
     def add_trust(self) -> None:
-        """Adds --trust-remote-code."""
         text = "Run the Python code that the model brings; read it first."
         self.add_argument("--trust-remote-code", action="store_true", help=text)
 
-    def add_loading(self) -> None:
-        """Adds the options for loading a checkpoint."""
-        self.add_choice("--dtype", ("float32", "bfloat16", "float16"), "Type of numbers", "float32")
-        self.add_argument("--device", type=device, metavar="NAME", help="cpu or cuda; default: cuda if there is one.")
-
     def add_row(self) -> None:
         """Adds the options for one row over a ring: its tokens, its documents, the ranks, and the layout."""
-        text = "Lengths of the documents that are packed into the row; default: one."
-        add, tokens = self.add_argument, "Tokens of the whole row: 4096, 128k, 1M."
-        add("--tokens", type=token_count(), metavar="N", required=True, help=tokens)
+        add, text = self.add_argument, "Lengths of the documents that are packed into the row; default: one."
+        add("--tokens", type=token_count(), metavar="N", required=True, help="Tokens of the whole row: 4096, 128k, 1M.")
         add("--ranks", type=at_least(1), metavar="N", required=True, help="Ranks of the ring.")
         add("--documents", type=comma_list(token_count()), metavar="N,N,...", help=text)
         self.add_layout()
 
     def add_heads(self) -> None:
-        """Adds the heads of attention, for commands that take a model instead."""
-        add, fewer = self.add_argument, "Key/value heads, without --model; default: as --heads."
+        add = self.add_argument
         add("--heads", type=at_least(1), metavar="N", help="Query heads, without --model.")
-        add("--kv-heads", type=at_least(1), metavar="N", help=fewer)
+        add("--kv-heads", type=at_least(1), metavar="N", help="Key/value heads, without --model; default: as --heads.")
         add("--head-dim", type=at_least(1), metavar="N", help="Size of a head, without --model.")
 
     def add_layout(self) -> None:
-        """Adds --layout."""
         self.add_choice("--layout", ("auto", *get_args(LayoutKind)), "How the row is divided among the ranks", "auto")
 
     def add_transport(self) -> None:
-        """Adds --transport and --ring-heads."""
         self.add_choice("--transport", get_args(TransportKind), "How keys travel", "auto")
         text = "With --transport heads: neighbours that exchange heads; default: all ranks."
         self.add_argument("--ring-heads", type=at_least(1), metavar="N", help=text)
@@ -123,7 +107,7 @@ def at_least(least: int, most: int = MOST, tokens: bool = False) -> Callable[[st
 
     def number(text: str) -> int:
         # Python refuses to read thousands of digits.
-        match = re.fullmatch(r"([+-]?[0-9]{1,40})([kKmM]?)" if tokens else r"([+-]?[0-9]{1,40})()", text.strip())
+        match = re.fullmatch(r"([+-]?[0-9]{1,40})([kKmM]?)" if tokens else r"([+-]?[0-9]{1,40})()", text)
         if match is None:
             kind = "number of tokens such as 4096, 128k or 1M" if tokens else f"whole number of at least {least}"
             raise argparse.ArgumentTypeError(f"a {kind} was expected, got {text!r:.40}")
@@ -138,7 +122,7 @@ def at_least(least: int, most: int = MOST, tokens: bool = False) -> Callable[[st
 
 def token_count(least: int = 1) -> Callable[[str], int]:
     """Returns the type of numbers of tokens: 4096, 128k or 1M."""
-    return at_least(least, MOST_TOKENS, tokens=True)
+    return at_least(least, 2**40, tokens=True)
 
 
 def above_zero(most: float = math.inf) -> Callable[[str], float]:
@@ -176,32 +160,12 @@ def pattern_text(text: str) -> str:
     return text
 
 
-def device(text: str) -> str:
-    """Reads "cpu", or "cuda" if there is a CUDA device."""
-    if text not in ("cpu", "cuda"):
-        raise argparse.ArgumentTypeError(f"'cpu' or 'cuda' was expected, got {text!r}")
-    import torch
-
-    if text == "cuda" and not torch.cuda.is_available():
-        built = "was built without CUDA" if torch.version.cuda is None else "finds no CUDA device"
-        raise argparse.ArgumentTypeError(f"torch {torch.__version__} {built} on this machine: take 'cpu'")
-    return text
-
-
-def existing_file(text: str) -> Path:
-    """Reads the name of a file to read."""
-    if not Path(text).is_file():
-        raise argparse.ArgumentTypeError(f"there is no file {text!r} (from {Path.cwd()})")
-    return Path(text)
-
-
 def text_file(text: str) -> tuple[str, str]:
     """Reads the name of a file in UTF-8, and returns it with the text in the file."""
     try:
-        return text, existing_file(text).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        message = f"{text} is not a text in UTF-8: {error.reason} at byte {error.start}"
-        raise argparse.ArgumentTypeError(message) from None
+        return text, Path(text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"{text} is not a text in UTF-8: {error}") from None
 
 
 def new_folder(text: str) -> Path:

@@ -1,4 +1,4 @@
-"""Prints the results of commands: tables of 80 columns, JSON for programs, and progress on stderr, apart from both."""
+"""Prints the results of commands: tables of 80 columns, and JSON for programs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, redirect_stdout
-from typing import Any, TextIO
+from contextlib import contextmanager, redirect_stdout
+from typing import Any
 
 #: The width of a table in characters if stdout is a file or a pipe.
 WIDTH_OF_FILES = 80
@@ -16,47 +16,36 @@ WIDTH_OF_FILES = 80
 LONGEST_UNBROKEN = 16
 
 
-def terminal(stream: TextIO | None = None) -> Any:
-    """Returns a rich console for a stream; None is stdout."""
+def terminal() -> Any:
+    """Returns a rich console for stdout."""
     from rich.console import Console
 
-    stream = stream or sys.stdout
-    return Console(file=stream, width=None if stream.isatty() else WIDTH_OF_FILES, highlight=False)
+    return Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES, highlight=False)
 
 
 def print_table(
-    title: str,
-    headings: Sequence[str],
-    rows: Sequence[Sequence[Any]],
-    notes: Sequence[str] = (),
-    *,
-    left: int = 1,
-    stream: TextIO | None = None,
+    title: str, headings: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str] = (), *, left: int = 1
 ) -> None:
     """Prints a table, and below it notes, a line each.
 
     Args:
         left: how many of the first columns are aligned to the left; the others are aligned to the right.
-        stream: None is stdout.
     """
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    console = terminal(stream)
+    console = terminal()
     if title:
         console.print(Text(title, style="bold"))
     texts = [[str(cell) for cell in row] for row in rows]
     columns = [*zip(headings, *texts)]
     widths = [_unbroken(column) for column in columns]
-    # If the lines are too long, break headings first, and words only if that is not enough.
-    room = console.width - 2 * len(columns)
-    broken = sum(max(map(len, column)) for column in columns) > room >= sum(widths)
+    enough = console.width - 2 * len(columns) >= sum(widths)
     shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
-    for number, ((heading, *cells), width) in enumerate(zip(columns, widths)):
-        fixed = broken and max(map(len, cells), default=0) <= LONGEST_UNBROKEN
+    for number, (heading, width) in enumerate(zip(headings, widths)):
         justify: Any = "left" if number < left else "right"
-        shown.add_column(heading, justify=justify, overflow="fold", width=width if fixed else None)
+        shown.add_column(heading, justify=justify, overflow="fold", min_width=width if enough else None)
     for row in texts:
         shown.add_row(*map(Text, row))
     console.print(shown)
@@ -73,11 +62,8 @@ def _unbroken(column: Sequence[str]) -> int:
 
 
 @contextmanager
-def stdout_left_alone(active: bool = True) -> Iterator[None]:
+def stdout_left_alone() -> Iterator[None]:
     """Sends the output of libraries and other processes to stderr, so that JSON stands alone on stdout."""
-    if not active:
-        yield
-        return
     sys.stdout.flush()
     stdout_copy = os.dup(1)
     os.dup2(2, 1)
@@ -94,12 +80,6 @@ def print_json(figures: Any) -> None:
     print(json.dumps(figures, indent=1))
 
 
-def spinner(text: str) -> AbstractContextManager[Any]:
-    """Shows on stderr, if that is a terminal, that the command is working."""
-    status: AbstractContextManager[Any] = terminal(sys.stderr).status(text)
-    return status
-
-
 def short_count(tokens: int) -> str:
     """Returns 128k for 131072 and 1M for 1048576; other numbers as they are."""
     for size, letter in ((1024**2, "M"), (1024, "k")):
@@ -110,23 +90,16 @@ def short_count(tokens: int) -> str:
 
 def short_bytes(size: float) -> str:
     """Returns bytes in the unit that suits them."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
-
-
-def unit_of_seconds(seconds: float) -> tuple[float, str]:
-    """Returns the seconds of the unit that suits a time, and its name."""
-    units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
-    return next(((size, unit) for size, unit in units if seconds >= size), (1e-9, "ns"))
+    power = min(4, max(0, int(size).bit_length() - 1) // 10)
+    return f"{size / 1024**power:.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def short_seconds(seconds: float) -> str:
     """Returns a time in the unit that suits it."""
-    size, unit = unit_of_seconds(seconds)
-    return f"{seconds / size:.3g} {unit}"
+    for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"
 
 
 def layer_numbers(numbers: Sequence[int]) -> str:

@@ -6,9 +6,10 @@ import copy
 import itertools
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
-from .options import Parser, Refusal, checked, comma_list, existing_file, pattern_text, text_file, token_count
+from .options import Parser, Refusal, checked, comma_list, pattern_text, text_file, token_count
 from .output import print_json, print_table, short_count, stdout_left_alone
 
 #: In place of a pattern's text: the pattern in the model's config.
@@ -24,28 +25,29 @@ def pattern_or_file(text: str) -> str:
     from ..evaluation.calibration.result import Calibration  # It imports torch.
 
     try:
-        Calibration.load(existing_file(text))
-    except ValueError as error:
+        Calibration.load(text)
+    except (OSError, ValueError) as error:
         raise ArgumentTypeError(str(error)) from None
     return text
 
 
 def add_perplexity(parser: Parser) -> None:
-    """Adds the options of `perplexity`."""
     add = parser.add_argument
     add("model", metavar="MODEL", help="A causal language model: hub id or folder.")
     add("texts", metavar="TEXT_FILE", nargs="+", type=text_file, help="Texts in UTF-8.")
     text = f"A pattern, a file calibration.json, or own: the config's; repeatable (default {' '.join(USUAL_PATTERNS)})."
     add("--pattern", metavar="TEXT", action="append", type=pattern_or_file, help=text)
-    text = "First tokens of each text (default 4k, or the greatest of --lengths)."
-    add("--tokens", metavar="N", type=token_count(2), help=text)
+    add(
+        "--tokens",
+        metavar="N",
+        type=token_count(2),
+        help="First tokens of each text (default 4k, or most of --lengths).",
+    )
     text = "Context lengths: texts are cut into windows of each."
     add("--lengths", metavar="N,N,...", type=comma_list(token_count(2)), help=text)
-    text = "With --lengths: windows overlap, and advance by so many tokens."
-    add("--stride", metavar="N", type=token_count(), help=text)
-    parser.add_picture("--plot", "Draw perplexity against attention FLOPs, at the greatest length.")
+    add("--stride", metavar="N", type=token_count(), help="With --lengths: windows advance by so many tokens.")
     parser.add_trust()
-    parser.add_loading()
+    parser.add_choice("--dtype", ("float32", "bfloat16", "float16"), "Type of numbers", "float32")
     parser.add_json()
 
 
@@ -64,16 +66,16 @@ def perplexity_command(args: Namespace) -> None:
       torchrun --nproc-per-node 8 -m hf_ring_attention perplexity ./folder \\
           book.txt --lengths 32k,128k
     """
-    from .loading import check_positions, load_model, load_tokenizer, read_config, ring_of_processes  # It loads torch.
+    from ..cost.models import load_config
+    from ..evaluation.texts import tokenized_text
+    from .loading import check_positions, load_model, load_tokenizer, ring_of_processes  # It loads torch.
 
     trust, lengths = args.trust_remote_code, list(dict.fromkeys(args.lengths or [args.tokens or USUAL_TOKENS]))
-    config = checked("MODEL", read_config, args.model, trust)
+    config = checked("MODEL", load_config, args.model, trust=trust)
     if args.stride is not None and not (args.lengths and args.stride <= min(lengths)):
         raise Refusal(f"it needs --lengths, and may be at most the shortest of them, got {args.stride}", "--stride")
-    with stdout_left_alone(args.json):
-        from ..evaluation.texts import tokenized_text
-
-        ring, device = ring_of_processes(args.device)
+    with stdout_left_alone() if args.json else nullcontext():
+        ring, device = ring_of_processes()
         tokenizer = checked("MODEL", load_tokenizer, args.model, trust)
         texts = {name: tokenized_text(text, tokenizer, args.tokens or max(lengths)) for name, text in args.texts}
         for name, text in texts.items():
@@ -83,19 +85,10 @@ def perplexity_command(args: Namespace) -> None:
         checked("--lengths" if args.lengths else "--tokens", check_positions, config, longest)
         model = checked("MODEL", load_model, args.model, args.dtype, device, trust)
         rows = _measured(args, model, texts, lengths, ring)
-    if ring.rank > 0:
-        return
-    if args.plot is not None:
-        from .plots import plot_quality
-
-        last = rows[-1]["text"], max(lengths)
-        plot_quality([row for row in rows if (row["text"], row["length"]) == last], args.plot)
-    if args.json:
+    if ring.rank == 0 and args.json:
         print_json({"model": args.model, "dtype": args.dtype, "processes": ring.world_size, "rows": rows})
-        return
-    _print_rows(rows, f"{args.model}, {args.dtype}", bool(args.lengths))
-    if args.plot is not None:
-        print(f"perplexity against FLOPs: {args.plot}")
+    elif ring.rank == 0:
+        _print_rows(rows, f"{args.model}, {args.dtype}", bool(args.lengths))
 
 
 def _measured(

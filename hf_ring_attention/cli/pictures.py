@@ -8,15 +8,15 @@ pairs with these residues. Squares of one pair are exact.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ..cost.timeline import Span, Timeline
+from ..cost.explain import Explanation
+from ..cost.timeline import Timeline
 from ..plan.branches import Branch, Last, Segment, Sink
-from ..plan.layouts import SequenceLayout
 from ..plan.patterns import Pattern
 from .output import short_count, short_seconds
 
@@ -24,7 +24,6 @@ from .output import short_count, short_seconds
 COLUMNS = 64
 SINK, DARK = "┃", "·"
 PATTERN_LEGEND = "█ most pairs seen, ▓ from 1/4, ▒ from 1/16, ░ fewer, · none, ┃ sinks, blank: the future"
-RING_LEGEND = "█ ▓ compute (steps alternate), ~ wait, ─ send"
 #: The intervals of at most this many queries are computed for a row of squares; their ends lie on straight lines.
 QUERIES_OF_A_ROW = 128
 
@@ -77,14 +76,12 @@ def seen_under(
     patterns: Mapping[str, Pattern], length: int, bins: int, *, head: int | None, num_heads: int, num_kv_heads: int
 ) -> Iterator[tuple[str, str, VisiblePairs]]:
     """Yields the name of each pattern, how much of the causal pairs heads see in words, and the visible pairs."""
-    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    number, who = (0, "one head") if head is None else (head, f"head {head}")
     for name, pattern in patterns.items():
-        visible = visible_pairs(pattern, length, bins, head=head, **heads)
-        if head is not None:
-            yield name, f"head {head} sees {visible.share_of_causal:.1%} of the pairs", visible
-            continue
-        first = visible_pairs(pattern, length, bins, head=0, **heads).share_of_causal
-        yield name, f"one head sees {first:.1%} of the pairs, {num_heads} heads {visible.share_of_causal:.1%}", visible
+        visible = visible_pairs(pattern, length, bins, head=head, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        own = pattern.of_kv_head(number * num_kv_heads // num_heads).flop_share(length)
+        together = f", {num_heads} heads {visible.share_of_causal:.1%}" if head is None else ""
+        yield name, f"{who} sees {own:.1%} of the pairs{together}", visible
 
 
 def _share_of(pattern: Pattern, length: int, edges: np.ndarray, phases: Iterable[int], sinks: int) -> np.ndarray:
@@ -145,38 +142,15 @@ def pattern_lines(visible: VisiblePairs) -> list[str]:
     return ["".join(line).rstrip() for line in marks]
 
 
-def layout_lines(layout: SequenceLayout, work: Sequence[float]) -> list[str]:
+def layout_lines(call: Explanation) -> list[str]:
     """Returns a line for each rank: the positions it holds, from left to right, and its work over the mean."""
+    layout, flops = call.layout, [share.forward_flops for share in call.ranks]
+    places = [(2 * column + 1) * layout.padded_len // (2 * COLUMNS) for column in range(COLUMNS)]
     lines = []
-    borders = np.linspace(0, layout.padded_len, COLUMNS + 1)
-    for rank in range(layout.world_size):
-        line = ""
-        for low, high in itertools.pairwise(borders):
-            held = sum(max(0.0, min(high, piece.stop) - max(low, piece.start)) for piece in layout.pieces(rank))
-            line += "█" if held > (high - low) / 2 else "▌" if held > 0 else "·"
-        lines.append(f"rank {rank:>3} {line} work {work[rank]:.2f} of the mean")
+    for rank, work in enumerate(flops):
+        marks = ("█" if any(place in piece for piece in layout.pieces(rank)) else "·" for place in places)
+        lines.append(f"rank {rank:>3} {''.join(marks)} work {work * len(flops) / (sum(flops) or 1):.2f} of the mean")
     return [*lines, f"{'':8} 0{short_count(layout.padded_len):>{COLUMNS - 1}}"]
-
-
-def ring_lines(timeline: Timeline) -> list[str]:
-    """Returns for each rank of a ring's forward pass a line of computing and waiting, and one of sending."""
-    lines = []
-    borders = np.linspace(0, timeline.seconds, COLUMNS + 1)
-    for rank, sends in itertools.product(range(timeline.ranks), (False, True)):
-        spans = [span for span in timeline.spans if span.rank == rank and (span.kind == "send") == sends]
-        label = "" if sends else f"rank {rank:>3}"
-        marks = (_mark_of(spans, low, high) for low, high in itertools.pairwise(borders))
-        lines.append(f"{label:8} {''.join(marks)}".rstrip())
-    return lines
-
-
-def _mark_of(spans: Sequence[Span], start: float, stop: float) -> str:
-    """Returns the mark of the spans that fill most of a stretch of time; a blank if they fill less than an eighth."""
-    seconds = {" ": (stop - start) / 8}
-    for span in spans:
-        mark = {"compute": "█▓"[span.step % 2], "wait": "~", "send": "─"}[span.kind]
-        seconds[mark] = seconds.get(mark, 0.0) + max(0.0, min(stop, span.stop) - max(start, span.start))
-    return max(seconds, key=lambda mark: seconds[mark])
 
 
 def timeline_summary(timeline: Timeline) -> str:

@@ -6,18 +6,15 @@ from argparse import Namespace
 from collections.abc import Iterable
 from typing import Any
 
+from ..cost.explain import explain, number_bytes
 from ..cost.timeline import ring_timeline
 from ..plan.choices import decide_layout
 from ..plan.patterns import Pattern
-from ..plan.plans import plan_rank
 from ..plan.problem import Problem
 from .explain import attention_of, attention_of_config, documents_of_lengths, key_value_heads
 from .options import Parser, Refusal, above_zero, at_least, checked, pattern_text, token_count
-from .output import layer_numbers, short_count, spinner, terminal
-from .pictures import RING_LEGEND, layout_lines, lines_of_patterns, ring_lines, timeline_summary
-
-#: The help of --output.
-_OUTPUT = "The file of a picture; without it, text is printed."
+from .output import layer_numbers, short_count, terminal
+from .pictures import layout_lines, lines_of_patterns, timeline_summary
 
 
 def _print_lines(lines: Iterable[str]) -> None:
@@ -29,7 +26,6 @@ def _print_lines(lines: Iterable[str]) -> None:
 
 
 def add_plot_pattern(parser: Parser) -> None:
-    """Adds the options of `plot pattern`."""
     add, text = parser.add_argument, "Patterns such as exact, window:512+4, pyramid:512,3."
     add("patterns", metavar="PATTERN", nargs="*", type=pattern_text, help=text)
     parser.add_model("Show the patterns of this model's layers, and its heads.")
@@ -37,7 +33,7 @@ def add_plot_pattern(parser: Parser) -> None:
     add("--heads", metavar="N", type=at_least(1), help="Query heads, without --model (default 8).")
     add("--kv-heads", metavar="N", type=at_least(1), help="Key/value heads, without --model; default: as --heads.")
     add("--head", metavar="N", type=at_least(0), help="What this head sees (default: what any of them sees).")
-    parser.add_picture("--output", _OUTPUT)
+    parser.add_picture("--output", "The file of a picture; without it, text is printed.")
 
 
 def plot_pattern_command(args: Namespace) -> None:
@@ -49,15 +45,13 @@ def plot_pattern_command(args: Namespace) -> None:
       hf-ring-attention plot pattern --model ./folder --tokens 32k --output b.png
     """
     patterns, heads = {text: Pattern.parse(text) for text in args.patterns}, args.heads or 8
-    if args.model is not None:
+    if args.model is None:
+        kv_heads = key_value_heads(heads, args.kv_heads)
+    else:
         attention = attention_of_config(args, None)
         heads, kv_heads = attention.num_heads, attention.num_kv_heads
-        layers: dict[Pattern, list[int]] = {}
-        for number, pattern in zip(attention.numbers, attention.layers):
-            layers.setdefault(pattern, []).append(number)
-        patterns |= {f"{pattern}, layers {layer_numbers(numbers)}": pattern for pattern, numbers in layers.items()}
-    else:
-        kv_heads = key_value_heads(heads, args.kv_heads)
+        for pattern, numbers in attention.layers_of_patterns().items():
+            patterns[f"{pattern}, layers {layer_numbers(numbers)}"] = pattern
     if not patterns:
         raise Refusal("a pattern such as window:512+4, or --model, was expected", "PATTERN")
     if args.head is not None and args.head >= heads:
@@ -66,7 +60,8 @@ def plot_pattern_command(args: Namespace) -> None:
         checked("PATTERN", pattern.check_heads, kv_heads, "the picture")
     shape: dict[str, Any] = {"head": args.head, "num_heads": heads, "num_kv_heads": kv_heads}
     if args.output is None:
-        return _print_lines(lines_of_patterns(patterns, args.tokens, **shape))
+        _print_lines(lines_of_patterns(patterns, args.tokens, **shape))
+        return
     from .plots import plot_patterns  # It imports matplotlib.
 
     plot_patterns(patterns, args.tokens, args.output, **shape)
@@ -74,7 +69,6 @@ def plot_pattern_command(args: Namespace) -> None:
 
 
 def add_plot_layout(parser: Parser) -> None:
-    """Adds the options of `plot layout`."""
     parser.add_row()
     parser.add_pattern("A pattern, such as window:512+4 (default exact).", default="exact")
 
@@ -85,25 +79,14 @@ def plot_layout_command(args: Namespace) -> None:
     Examples:
       hf-ring-attention plot layout --tokens 128k --ranks 8
     """
-    pattern = Pattern.parse(args.pattern)
-    heads = pattern.num_kv_heads or 1
-    with spinner("planning"):
-        problem, reason = _row_over_ring(args, pattern, heads, heads)
-        pairs = [plan_rank(problem, rank).pairs for rank in range(args.ranks)]
-    work = [count * args.ranks / (sum(pairs) or 1) for count in pairs]
-    _print_lines([f"{problem.layout.kind}: {reason}", *layout_lines(problem.layout, work)])
-
-
-def _row_over_ring(args: Namespace, pattern: Pattern, heads: int, kv_heads: int) -> tuple[Problem, str]:
-    """Returns the attention of the row that options describe over a ring, and the reason for its layout."""
-    rows = documents_of_lengths(args.documents, args.tokens)
-    layout, decision = decide_layout(args.layout, args.tokens, args.ranks, pattern, rows)
-    documents = rows or (((0, args.tokens),),)
-    return Problem(pattern, layout, documents, num_heads=heads, num_kv_heads=kv_heads), decision.reason
+    row: dict[str, Any] = {"seq_len": args.tokens, "world_size": args.ranks, "layout": args.layout}
+    row |= {"documents": documents_of_lengths(args.documents, args.tokens), "transport": "ring"}
+    heads = Pattern.parse(args.pattern).num_kv_heads or 1
+    call = checked(None, explain, args.pattern, num_heads=heads, head_dim=1, **row)
+    _print_lines([f"{call.layout.kind}: {call.layout_decision.reason}", *layout_lines(call)])
 
 
 def add_plot_ring(parser: Parser) -> None:
-    """Adds the options of `plot ring`."""
     parser.add_row()
     add = parser.add_argument
     add("--tflops", metavar="X", type=above_zero(), required=True, help="10^12 operations a second of a device.")
@@ -112,7 +95,7 @@ def add_plot_ring(parser: Parser) -> None:
     parser.add_model("Take heads from its config.json.")
     parser.add_heads()
     parser.add_choice("--dtype", ("float32", "bfloat16", "float16"), "Type of numbers", "bfloat16")
-    parser.add_picture("--output", _OUTPUT)
+    parser.add_picture("--output", "The file of the picture.")
 
 
 def plot_ring_command(args: Namespace) -> None:
@@ -126,24 +109,25 @@ def plot_ring_command(args: Namespace) -> None:
     """
     if args.ranks < 2:
         raise Refusal(f"a ring needs 2 ranks or more, got {args.ranks}", "--ranks")
-    attention = attention_of(args)
+    attention, rows = attention_of(args), documents_of_lengths(args.documents, args.tokens)
+    layout, _ = decide_layout(args.layout, args.tokens, args.ranks, attention.base, rows)
+    heads: dict[str, Any] = {"num_heads": attention.num_heads, "num_kv_heads": attention.num_kv_heads}
+    problem = Problem(attention.base, layout, rows or (((0, args.tokens),),), **heads)
     widths = attention.head_dim + attention.value_dim
-    with spinner("planning"):
-        problem, _ = _row_over_ring(args, attention.base, attention.num_heads, attention.num_kv_heads)
-        timeline = ring_timeline(
-            problem,
-            pair_flops=2 * widths,
-            row_bytes=widths * (4 if args.dtype == "float32" else 2),
-            flops=args.tflops * 1e12,
-            bandwidth=args.gbps * 1e9 / 8,
-        )
+    timeline = ring_timeline(
+        problem,
+        pair_flops=2 * widths,
+        row_bytes=widths * number_bytes(args.dtype)[0],
+        flops=args.tflops * 1e12,
+        bandwidth=args.gbps * 1e9 / 8,
+    )
     title = (
-        f"{attention.base} over {short_count(args.tokens)} tokens, {args.ranks} ranks, {problem.layout.kind}, "
+        f"{attention.base} over {short_count(args.tokens)} tokens, {args.ranks} ranks, {layout.kind}, "
         f"{args.tflops:g} TFLOP/s, {args.gbps:g} Gbit/s: one layer forward"
     )
-    if args.output is None:
-        return _print_lines([title, timeline_summary(timeline), "", *ring_lines(timeline), "", RING_LEGEND])
-    from .plots import plot_ring  # It imports matplotlib.
+    _print_lines([title, timeline_summary(timeline)])
+    if args.output is not None:
+        from .plots import plot_ring  # It imports matplotlib.
 
-    plot_ring(timeline, title, args.output)
-    print(f"wrote {args.output}")
+        plot_ring(timeline, title, args.output)
+        print(f"wrote {args.output}")

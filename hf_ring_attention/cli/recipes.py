@@ -13,7 +13,6 @@ RECIPE_FOLDERS = (Path(__file__).parents[1] / "recipes", Path(__file__).parents[
 
 
 def add_recipes(parser: Parser) -> None:
-    """Adds the options of `recipes`."""
     text = "The folder to copy to; the command makes it."
     parser.add_argument("folder", metavar="FOLDER", type=new_folder, help=text)
 
@@ -27,10 +26,7 @@ def recipes_command(args: Namespace) -> None:
       hf-ring-attention recipes my_recipes
       python my_recipes/finetune.py --help
     """
-    source = next((place for place in RECIPE_FOLDERS if (place / "finetune.py").is_file()), None)
-    if source is None:
-        folders = " or ".join(map(str, RECIPE_FOLDERS))
-        raise FileNotFoundError(f"there are no recipes in {folders}: install the package again")
+    source = next(place for place in RECIPE_FOLDERS if (place / "finetune.py").is_file())
     if args.folder.exists():
         raise Refusal(f"{args.folder} exists already: name a new folder", "FOLDER")
     checked("FOLDER", shutil.copytree, source, args.folder, ignore=shutil.ignore_patterns("__pycache__", ".*"))

@@ -25,7 +25,6 @@ from .memory import (
 )
 from .shape import ModelShape, shape_of_model
 
-#: Sources of formulas.
 _SAVED_BY_AUTOGRAD = "what autograd saves in Transformers' layers; as arXiv 2205.05198, section 4"
 _CHECKPOINTED = "activation checkpointing, arXiv 1604.06174, a layer at a time"
 
@@ -78,7 +77,6 @@ class Estimate:
         return self.fits_with(self.peak)
 
     def fits_with(self, peak: float) -> bool | None:
-        """Returns the answer of `fits` for another peak."""
         if self.memory is None or (self.not_counted is not None and peak <= self.memory):
             return None
         return peak <= self.memory
@@ -93,9 +91,7 @@ class Estimate:
 
     def __str__(self) -> str:
         lines = ["| part | GiB | formula |", "|---|---:|---|"]
-        for part in self.parts:
-            where = " (host)" if part.host else ""
-            lines.append(f"| {part.name}{where} | {part.bytes / 2**30:.2f} | {part.formula} |")
+        lines += [f"| {x.name}{' (host)' * x.host} | {x.bytes / 2**30:.2f} | {x.formula} |" for x in self.parts]
         least = ", at least" if self.not_counted else ""
         lines.append(f"| peak of a device{least} | {self.peak / 2**30:.2f} | in the {self.peak_phase} |")
         lines += [f"not counted: {self.not_counted}"] if self.not_counted else []
@@ -123,7 +119,6 @@ def estimate(
     transport: str = "auto",
     heads: int | None = None,
     device: Literal["cuda", "cpu"] = "cuda",
-    overhead: int = 0,
 ) -> Estimate:
     """Estimates the memory of each device in a training step of a model with AdamW, in bytes; nothing runs.
 
@@ -146,8 +141,6 @@ def estimate(
         layout, transport, heads: as for `Ring`.
         device: "cpu" counts an optimizer that updates one tensor after another; host memory is then the same memory. ZeRO
             needs "cuda".
-        overhead: bytes that a process holds on its device before it makes the model, as you measured them: CUDA's context,
-            libraries.
 
     Raises:
         ValueError: numbers that do not fit together, a model that the package does not compute, or a hybrid without
@@ -162,39 +155,35 @@ def estimate(
         | parameters | 0.56 | 596,049,920 parameters x 4 bytes / 4 devices |
         ...
     """
-    given = dict(locals())  # The setting has the names of the arguments.
+    given = dict(locals()) | {"ring_size": devices if ring_size is None else ring_size}
     given |= {name: str(given[name]).removeprefix("torch.") for name in ("dtype", "master_dtype")}
-    given["ring_size"] = devices if ring_size is None else ring_size
     setting = TrainingSetting(**{field.name: given[field.name] for field in fields(TrainingSetting)})
     setting.check()
     try:
         shape = shape_of_model(model_or_config, None if pattern is None else as_pattern(pattern, "estimate"))
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         raise ValueError(f"estimate: {error}") from None
     if shape.attention.mixers is not None and not checkpointing:
         raise ValueError(
-            "estimate: without checkpointing, the mixers of a hybrid decide the peak, and they are not counted: set "
-            "checkpointing"
+            "estimate: without checkpointing, uncounted mixers of a hybrid decide the peak: set checkpointing"
         )
     size = gathered_bytes(shape, setting)
     if size > MOST_GATHERED:
         raise ValueError(
             f"estimate: mixers would gather rows of {size} bytes, and at most {MOST_GATHERED} are allowed: take shorter rows"
         )
-    names = ("seq_len", "layout", "dtype", "batch_size", "transport", "heads")
-    call = {name: getattr(setting, name) for name in names}
+    call = {name: given[name] for name in ("seq_len", "layout", "dtype", "batch_size", "transport", "heads")}
     calls = explain_patterns(shape.attention, world_size=setting.ring_size, **call)
-    exchanges = {pattern: calls[pattern] for pattern in dict.fromkeys(shape.attention.layers)}
-    phases = _phases(shape, setting, {one: chosen_buffers(call) for one, call in exchanges.items()})
+    exchanges = {pattern: calls[pattern] for pattern in shape.attention.layers}
+    source = "exact, from the plans of all ranks (plan/traffic.py)"
+    buffers = {x: _buffers_part(y.decision.choice, y.busiest().buffers, source) for x, y in exchanges.items()}
+    phases = _phases(shape, setting, buffers)
     peak = max(phases.values(), key=total_bytes)
     waiting = max(phases.values(), key=lambda parts: total_bytes(parts, host=True))
     return Estimate(
         shape=shape,
         setting=setting,
-        parts=(
-            *(part for part in peak if part.bytes and not part.host),
-            *(part for part in waiting if part.bytes and part.host),
-        ),
+        parts=tuple(x for parts, host in ((peak, False), (waiting, True)) for x in parts if x.bytes and x.host == host),
         phases={name: total_bytes(parts) for name, parts in phases.items()},
         phases_with_host={name: sum(part.bytes for part in parts) for name, parts in phases.items()},
         exchanges={str(pattern): call for pattern, call in exchanges.items()},
@@ -210,10 +199,10 @@ def gathered_bytes(shape: ModelShape, setting: TrainingSetting) -> int:
     return setting.batch_size * setting.seq_len * mixers.width * setting.number_bytes
 
 
-def parts_by_bound(shape: ModelShape, setting: TrainingSetting, buffers: MemoryPart | None = None) -> list[MemoryPart]:
-    """Returns the parts of the peak without a plan: as estimated, but with these buffers of every layer, or their bound."""
-    known = buffers or _bound_of_buffers(shape.attention, setting)
-    return max(_phases(shape, setting, dict.fromkeys(shape.attention.layers, known)).values(), key=total_bytes)
+def parts_by_bound(shape: ModelShape, setting: TrainingSetting) -> list[MemoryPart]:
+    """Returns the parts of the peak without a plan: as estimated, but with a bound of the buffers."""
+    buffers = dict.fromkeys(shape.attention.layers, _bound_of_buffers(shape.attention, setting))
+    return max(_phases(shape, setting, buffers).values(), key=total_bytes)
 
 
 def _phases(
@@ -227,18 +216,16 @@ def _phases(
         layer_memory(shape, layer, setting, whole and patterns.get(number) == Pattern.exact())
         for number, layer in enumerate(shape.layers)
     ]
-    done, last, all_gradients = shape.embedding, len(memories) - 1, gradients_part(setting, shape.parameters)
+    done, all_gradients = shape.embedding, gradients_part(setting, shape.parameters)
     gradients = all_gradients if setting.accumulate else gradients_part(setting, 0)
     phases = {"loss": [*states, gradients, _saved(shape, setting, memories), *_in_loss(shape, setting)]}
-    for number in range(last, -1, -1):
+    for number in reversed(range(len(memories))):
         pattern = patterns.get(number)
         done += shape.layers[number].parameters - shape.layers[number].shared
-        # From layer to layer memory only rises or only falls: a kind of layer has its peak at its first or last layer.
-        if number in (0, last) or pattern != patterns.get(number + 1) or memories[number] != memories[number + 1]:
-            gradients = all_gradients if setting.accumulate else gradients_part(setting, done)
-            saved = _saved(shape, setting, memories[: number + 1])
-            working = _working(setting, memories[number], None if pattern is None else buffers[pattern])
-            phases[f"backward of layer {number}"] = [*states, gradients, saved, *working]
+        gradients = all_gradients if setting.accumulate else gradients_part(setting, done)
+        saved = _saved(shape, setting, memories[: number + 1])
+        working = _working(setting, memories[number], None if pattern is None else buffers[pattern])
+        phases[f"backward of layer {number}"] = [*states, gradients, saved, *working]
     phases["optimizer step"] = [*states, all_gradients, optimizer_part(shape, setting)]
     return phases
 
@@ -259,13 +246,14 @@ def _working(setting: TrainingSetting, layer: LayerMemory, buffers: MemoryPart |
     tokens = setting.local_tokens
     # Without checkpointing, the layer's saved tensors are counted already; from host memory they must come back first.
     counted = 0 if setting.checkpointing or setting.offload else layer.saved
-    choices: list[list[MemoryPart]] = []
-    for name, by_token in (("an MLP", layer.backward_of_mlp), ("attention", layer.backward_of_attention)):
+
+    def of_part(name: str, by_token: int) -> MemoryPart:
         more = max(0, by_token - counted)
         formula = f"{tokens:,} tokens x {more:,} bytes"
-        choices.append([MemoryPart(f"working set of {name}", tokens * more, formula, _SAVED_BY_AUTOGRAD)])
-    choices[1] += [] if buffers is None else [buffers]
-    return max(choices, key=total_bytes)
+        return MemoryPart(f"working set of {name}", tokens * more, formula, _SAVED_BY_AUTOGRAD)
+
+    attention = [of_part("attention", layer.backward_of_attention), *([] if buffers is None else [buffers])]
+    return max([of_part("an MLP", layer.backward_of_mlp)], attention, key=total_bytes)
 
 
 def _in_loss(shape: ModelShape, setting: TrainingSetting) -> list[MemoryPart]:
@@ -281,16 +269,7 @@ def _in_loss(shape: ModelShape, setting: TrainingSetting) -> list[MemoryPart]:
     ]
 
 
-# ---- buffers of the exchange
-
-
-def chosen_buffers(call: Explanation) -> MemoryPart:
-    """Returns the most bytes of other ranks that a rank holds by the transport of a call."""
-    source = "exact, from the plans of all ranks (plan/traffic.py)"
-    return buffers_part(call.decision.choice, call.busiest().buffers, source)
-
-
-def buffers_part(transport: str, size: int, source: str) -> MemoryPart:
+def _buffers_part(transport: str, size: int, source: str) -> MemoryPart:
     """Returns the bytes of other ranks that a rank holds by a transport, as a part of an estimate."""
     return MemoryPart("exchange buffers", size, f"{transport}: {size:,} bytes", source)
 
@@ -302,13 +281,13 @@ def _bound_of_buffers(attention: ModelAttention, setting: TrainingSetting) -> Me
     (`plan.traffic.ring_traffic`). An exchange of heads holds two pieces, sent and received, of queries, keys and values.
     """
     if setting.ring_size == 1:
-        return buffers_part("local", 0, "one rank")
+        return _buffers_part("local", 0, "one rank")
     size, tokens, kv_heads = setting.number_bytes, setting.local_tokens, attention.num_kv_heads
     widths = attention.head_dim + attention.value_dim
     ring = 3 * tokens * kv_heads * widths * (size + 4)
     if setting.transport != "heads":
-        return buffers_part("any", ring, "a bound: three payloads with their gradients")
+        return _buffers_part("any", ring, "a bound: three payloads with their gradients")
     group = setting.heads or setting.ring_size
     by_heads = 2 * tokens * (attention.num_heads + max(kv_heads, group)) * widths * size * (group - 1) // group
     rings = ring if group < setting.ring_size else 0
-    return buffers_part("heads", by_heads + rings, "a bound: pieces of all heads, sent and received")
+    return _buffers_part("heads", by_heads + rings, "a bound: pieces of all heads, sent and received")

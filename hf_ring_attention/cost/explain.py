@@ -35,8 +35,7 @@ class RankShare:
     Attributes:
         forward_flops: floating point operations of the forward pass, 2 (D + Dv) for each query-key pair; backward has
             2.5 times as many.
-        ring, collective, heads: the bytes that each transport would move, and hold for other ranks; None if heads do not
-            divide among the ranks.
+        ring, collective, heads: the bytes that each transport would move and hold; None if heads do not divide.
     """
 
     rank: int
@@ -54,6 +53,7 @@ class Explanation:
         layout: the division of the sequence; `layout_decision` has its reason.
         decision: the transport, with its reason.
         imbalance: the work of the busiest rank, divided by the mean.
+        flop_share: the FLOPs of all ranks, as a share of exact attention's.
         ranks: the work of each rank.
         layouts: by kind of layout, the work of the busiest rank divided by the mean, estimated.
         balance: the same by transport, in the chosen layout.
@@ -71,6 +71,7 @@ class Explanation:
     layout_decision: Decision
     decision: Decision
     imbalance: float
+    flop_share: float
     ranks: tuple[RankShare, ...]
     layouts: dict[str, float]
     balance: dict[str, float]
@@ -88,8 +89,7 @@ class Explanation:
         return RankTraffic(forward, backward, max(rank.buffers for rank in ranks))
 
     def __str__(self) -> str:
-        layout = self.layout
-        flops = [share.forward_flops for share in self.ranks]
+        layout, flops = self.layout, [share.forward_flops for share in self.ranks]
         padding = f", {layout.padded_len - layout.seq_len} of padding" if layout.padded_len > layout.seq_len else ""
         lines = [
             f"pattern    {self.pattern}",
@@ -106,8 +106,7 @@ class Explanation:
         ]
         for name, balance in self.balance.items():
             busiest = self.busiest(name)
-            forward, backward = busiest.forward, busiest.backward
-            sizes = (forward.received, forward.sent, backward.received, backward.sent, busiest.buffers)
+            sizes = (*reversed(busiest.forward), *reversed(busiest.backward), busiest.buffers)
             lines.append(f"| {name} | {' | '.join(f'{size / 2**20:.1f}' for size in sizes)} | {balance:.2f} |")
         return "\n".join(lines)
 
@@ -168,11 +167,8 @@ def explain(
         division, layout_decision = layout, Decision(layout.kind, "it was decided for another pattern of the model")
     else:
         division, layout_decision = decide_layout(layout, seq_len, world_size, pattern, given_rows, transport, heads)
-    settings = RingSettings(heads=heads)
-    problem = Problem(
-        pattern, division, rows, num_heads=num_heads, num_kv_heads=num_kv_heads, causal=causal, settings=settings
-    )
-    widths = head_dim + value_dim
+    call: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "causal": causal}
+    problem, widths = Problem(pattern, division, rows, **call, settings=RingSettings(heads=heads)), head_dim + value_dim
     sizes = RowBytes(widths * itemsize, widths * accumulated)
     problem, decision = decide_call(transport, problem, sizes)
     ranks, by_heads = range(world_size), heads_fit(num_heads, num_kv_heads, group_size(problem))
@@ -183,23 +179,22 @@ def explain(
     layouts = [SequenceLayout("contiguous", seq_len, world_size), SequenceLayout("zigzag", seq_len, world_size)]
     layouts.append(balanced_layout(seq_len, world_size, pattern, rows))
     work = pairs["heads" if decision.choice == "heads" else "ring"]
-    balance = {name: busiest_over_mean(of_ranks) for name, of_ranks in pairs.items()}
+    lengths = [stop - start for row in rows for start, stop in row]
+    of_exact = num_heads * sum(n * (n + 1) // 2 if causal else n * n for n in lengths)
+
+    def share_of(rank: int) -> RankShare:
+        heads_bytes = heads_traffic(problem, rank, sizes) if by_heads else None
+        moved = ring_traffic(problem, rank, sizes), collective_traffic(problem, rank, sizes), heads_bytes
+        return RankShare(rank, 2 * widths * work[rank], *moved)
+
     return Explanation(
         pattern=pattern,
         layout=division,
         layout_decision=layout_decision,
         decision=decision,
         imbalance=busiest_over_mean(work),
-        ranks=tuple(
-            RankShare(
-                rank=rank,
-                forward_flops=2 * widths * work[rank],
-                ring=ring_traffic(problem, rank, sizes),
-                collective=collective_traffic(problem, rank, sizes),
-                heads=heads_traffic(problem, rank, sizes) if by_heads else None,
-            )
-            for rank in ranks
-        ),
+        flop_share=sum(work) / (of_exact or 1),
+        ranks=tuple(map(share_of, ranks)),
         layouts={layout.kind: estimated_imbalance(layout, pattern, rows) for layout in layouts},
-        balance=balance,
+        balance={name: busiest_over_mean(of_ranks) for name, of_ranks in pairs.items()},
     )

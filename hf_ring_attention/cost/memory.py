@@ -1,20 +1,16 @@
 """The setting and the formulas of an estimate: memory that grows with the sequence, and memory that does not.
 
 Activations follow what autograd saves for the operations of Transformers' layers (arXiv 2205.05198, section 4, counts another
-model the same way). A norm saves its input in float32, the normalized rows and its output. Attention saves queries, keys,
-values, output and log-sum-exp. A gated MLP saves its two projections, the activated one, and the product. Mixers of hybrids are
-not counted.
-
-ZeRO (arXiv 1910.02054, section 5) divides states among the devices: stage 1 the optimizer's state, stage 2 also the gradients,
-stage 3 (and FSDP) also the parameters. Implementations hold more: DDP's and DeepSpeed's buckets, DeepSpeed's float32 copies,
-and the layers that FSDP and ZeRO-3 gather.
+model the same way). Mixers of hybrids are not counted. ZeRO (arXiv 1910.02054, section 5) divides states among the devices:
+stage 1 the optimizer's state, stage 2 also the gradients, stage 3 (and FSDP) also the parameters. Implementations hold more:
+DDP's and DeepSpeed's buckets, DeepSpeed's float32 copies, and the layers that FSDP and ZeRO-3 gather.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from ..hf.loss_bytes import BYTES_AT_ONCE
 from ..plan.branches import check_choice, check_count
@@ -35,9 +31,7 @@ MOMENTS = 2
 
 _COUNTED = "counted in the model on torch's meta device"
 _ZERO = "; ZeRO, arXiv 1910.02054, section 5"
-
-
-_LEAST = {"seq_len": 1, "devices": 1, "ring_size": 1, "batch_size": 1, "mlp_tokens_at_once": 0, "overhead": 0}
+_LEAST = {"seq_len": 1, "devices": 1, "ring_size": 1, "batch_size": 1, "mlp_tokens_at_once": 0}
 _CHOICES = {name: tuple(NUMBER_BYTES) for name in ("dtype", "master_dtype")}
 _CHOICES |= {"parallel": PARALLELS, "device": ("cuda", "cpu")}
 
@@ -62,7 +56,6 @@ class TrainingSetting:
     transport: str
     heads: int | None
     device: str
-    overhead: int
 
     def check(self) -> None:
         """Raises a ValueError for numbers that do not fit together, and for unknown words."""
@@ -76,10 +69,8 @@ class TrainingSetting:
             )
         rings, left = divmod(self.devices, self.ring_size)
         if left:
-            raise ValueError(
-                f"estimate: {self.devices} devices do not divide into rings of {self.ring_size}: {self.devices} = {rings} * "
-                f"{self.ring_size} + {left}: take a divisor as ring_size"
-            )
+            product = f"{self.devices} = {rings} * {self.ring_size} + {left}"
+            raise ValueError(f"estimate: devices do not divide into rings, {product}: take a divisor as ring_size")
 
     @property
     def local_tokens(self) -> int:
@@ -119,8 +110,7 @@ def total_bytes(parts: Sequence[MemoryPart], host: bool = False) -> int:
     return sum(part.bytes for part in parts if part.host == host)
 
 
-@dataclass(frozen=True)
-class LayerMemory:
+class LayerMemory(NamedTuple):
     """The bytes of one layer for each token of a rank: saved by autograd, and the most while backward computes a part.
 
     Backward of a part counts what the layer still has saved; it is 0 if the layer lacks the part.
@@ -201,30 +191,23 @@ def state_parts(shape: ModelShape, setting: TrainingSetting) -> list[MemoryPart]
     if parallel == "ddp" and master != computing:
         source = "torch.autocast keeps the casts of leaf tensors until it ends"
         parts.append(divided("weights cast for the forward pass", f"{computing} bytes", computing, 1, source))
-    if setting.overhead:
-        source = "measured before the model is made"
-        parts.append(MemoryPart("framework", setting.overhead, f"{setting.overhead:,} bytes", source))
     return parts if devices == 1 else [*parts, _exchange_part(shape, setting)]
 
 
 def _exchange_part(shape: ModelShape, setting: TrainingSetting) -> MemoryPart:
     """Returns the buffers of a device for parameters or gradients that travel."""
     parallel, master, computing = setting.parallel, setting.master_bytes, setting.number_bytes
-    if parallel == "ddp":
-        formula = f"{shape.parameters:,} gradients x {master} bytes"
-        source = "torch's DistributedDataParallel copies gradients to buckets (gradient_as_bucket_view=False)"
-        return MemoryPart("gradient buckets", shape.parameters * master, formula, source)
     if parallel in ("fsdp2", "zero3"):
         layer = max(layer.parameters for layer in shape.layers)
         outside = shape.parameters - sum(one.parameters - one.shared for one in shape.layers)
-        formula = f"({layer:,} of the largest layer x (weights, weights of the next one, gradients) + "
-        formula += f"{outside:,} outside of layers) x {computing} bytes"
-        source = "torch's fully_shard over each layer and the root, resharded after forward"
-        source = source if parallel == "fsdp2" else "DeepSpeed's ZeRO-3 gathers a layer and prefetches the next"
+        layers = f"{layer:,} of the largest layer x (weights, weights of the next one, gradients)"
+        formula = f"({layers} + {outside:,} outside of layers) x {computing} bytes"
+        source = "torch's fully_shard over each layer and the root; DeepSpeed's ZeRO-3 prefetches the next layer too"
         return MemoryPart("gathered parameters", (3 * layer + outside) * computing, formula, source)
-    formula = f"{REDUCE_BUCKET:,} numbers x {computing} bytes"
-    source = "DeepSpeed's reduce_bucket_size, 5e8 unless its configuration sets it"
-    return MemoryPart("gradient buckets", REDUCE_BUCKET * computing, formula, source)
+    count, size, source = shape.parameters, master, "DistributedDataParallel with gradient_as_bucket_view=False"
+    if parallel != "ddp":
+        count, size, source = REDUCE_BUCKET, computing, "DeepSpeed's default reduce_bucket_size"
+    return MemoryPart("gradient buckets", count * size, f"{count:,} gradients x {size} bytes", source)
 
 
 def optimizer_part(shape: ModelShape, setting: TrainingSetting) -> MemoryPart:

@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
-from ..hf.config import PatternsOfLayers, layer_pattern, patch_config, unpatched_pattern
+from ..hf.config import PatternsOfLayers, layer_pattern, patch_config
 from ..hf.hybrid_types import MIXERS
 from ..plan.branches import Branch, Segment, Window
 from ..plan.patterns import Pattern
@@ -147,7 +147,6 @@ def attention_of_model(
         base=layer_pattern(text, None),
         layers=tuple(layers.values()),
         numbers=tuple(layers),
-        sliding=tuple(branch is not None and layers[i] == unpatched_pattern(branch) for i, branch in own.items()),
         mixers=mixers,
     )
 

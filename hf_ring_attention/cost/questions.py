@@ -1,19 +1,19 @@
 """The inverse questions: the longest sequence that fits, the smallest ring for a sequence, and what to switch on next.
 
-Searches try many lengths and rings, so they make no plans: the buffers of exact attention grow with the sequence, and others
-are bounded (`estimate.bound_of_buffers`). The answers fit, and a little more may fit too.
+Searches try many lengths and rings, so they make no plans: buffers are bounded (`parts_by_bound`). The answers fit, and a
+little more may fit too.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..hybrids.mixers import MOST_GATHERED
-from ..plan.patterns import Pattern
-from .estimate import Estimate, buffers_part, chosen_buffers, gathered_bytes, parts_by_bound
-from .memory import MemoryPart, TrainingSetting, total_bytes
+from .estimate import Estimate, gathered_bytes, parts_by_bound
+from .memory import TrainingSetting, total_bytes
 from .shape import ModelShape
 
 #: The largest ring that is tried, in multiples of the devices.
@@ -29,37 +29,19 @@ class SwitchGain:
     fits: bool | None
 
 
-def bound_of_peak(shape: ModelShape, setting: TrainingSetting, buffers: MemoryPart | None = None) -> float:
+def bound_of_peak(shape: ModelShape, setting: TrainingSetting) -> float:
     """Returns the peak of a device in bytes without a plan (`parts_by_bound`); infinite if a mixer refuses its rows."""
     refused = gathered_bytes(shape, setting) > MOST_GATHERED
-    return float("inf") if refused else total_bytes(parts_by_bound(shape, setting, buffers))
+    return float("inf") if refused else total_bytes(parts_by_bound(shape, setting))
 
 
 def longest_sequence(answer: Estimate) -> int | None:
     """Returns the most tokens, a multiple of twice the ring, whose step fits a device; None if no length fits."""
-    unit = 2 * answer.setting.ring_size
-
-    def fits(units: int) -> bool:
-        setting = replace(answer.setting, seq_len=units * unit)
-        return _fits(answer, bound_of_peak(answer.shape, setting, _scaled_buffers(answer, setting)))
-
-    low, high = 0, 1
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low * unit or None
-
-
-def _scaled_buffers(answer: Estimate, setting: TrainingSetting) -> MemoryPart | None:
-    """Returns the buffers of exact attention at another length, in proportion to the tokens; None for other patterns."""
-    call = next(iter(answer.exchanges.values()))
-    short = setting.seq_len < answer.setting.ring_size << 12
-    if len(answer.exchanges) > 1 or call.pattern != Pattern.exact() or short:
-        return None
-    size = -(-chosen_buffers(call).bytes * setting.local_tokens // answer.setting.local_tokens)
-    return buffers_part(call.decision.choice, size, "in proportion to the tokens")
+    unit, high = 2 * answer.setting.ring_size, 1
+    while _fits(answer, seq_len=high * unit):
+        high *= 2
+    units = range(1, high)
+    return unit * bisect_left(units, True, key=lambda count: not _fits(answer, seq_len=count * unit)) or None
 
 
 def smallest_ring(answer: Estimate) -> tuple[int, int] | None:
@@ -68,7 +50,7 @@ def smallest_ring(answer: Estimate) -> tuple[int, int] | None:
     within = [(size, devices) for size in range(1, devices + 1) if devices % size == 0]
     beyond = [(devices << power, devices << power) for power in range(1, MOST_TIMES_THE_DEVICES.bit_length())]
     for size, count in within + beyond:
-        if _fits(answer, bound_of_peak(answer.shape, replace(answer.setting, ring_size=size, devices=count))):
+        if _fits(answer, ring_size=size, devices=count):
             return size, count
     return None
 
@@ -102,6 +84,6 @@ def _switches(shape: ModelShape, setting: TrainingSetting) -> Iterator[tuple[str
         yield "dtype=bfloat16", {"dtype": "bfloat16"}
 
 
-def _fits(answer: Estimate, peak: float) -> bool:
+def _fits(answer: Estimate, **changes: Any) -> bool:
     assert answer.memory is not None  # The questions need it.
-    return peak <= answer.memory
+    return bound_of_peak(answer.shape, replace(answer.setting, **changes)) <= answer.memory

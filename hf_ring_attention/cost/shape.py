@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from ..hf.models import supported_models
 from ..hf.registration import IMPLEMENTATION
@@ -37,18 +37,17 @@ class LayerShape:
     """The sizes of one layer.
 
     Attributes:
-        parameters: the number of parameters, all experts included.
-        mlp_width: the features of the MLP for one token; with experts, of all experts of a token together.
-        experts, experts_per_token: 0 in a dense layer.
+        parameters: the number of parameters, all experts included; a later layer has `shared` of them, too.
+        mlp_width: the features of the MLP for one token: of all of its experts together, if there are `experts`.
         gated: whether the MLP multiplies two projections.
         norm_widths: the features of each norm whose output goes to linear layers.
         head_norm_width: the features of norms of queries and keys, whose outputs go to the rotary embedding.
         attends: whether it has attention; layers of hybrids may lack it.
         gate_width: the features of a gate of attention's output, and of the product; 0 without a gate.
-        shared: the number of parameters that a later layer has, too.
     """
 
     parameters: int
+    shared: int
     mlp_width: int
     experts: int
     experts_per_token: int
@@ -57,7 +56,6 @@ class LayerShape:
     head_norm_width: int
     attends: bool
     gate_width: int
-    shared: int
 
 
 @dataclass(frozen=True)
@@ -92,20 +90,16 @@ def shape_of_model(model: Any, pattern: Pattern | None = None) -> ModelShape:
     support = next((one for one in supported_models() if one.model_type == text.model_type), None)
     if support is not None and support.status == "refused":
         raise ValueError(f"models of type {text.model_type!r} are not computed: {support.reason}")
-    try:
-        attention = attention_of_model(config, config.name_or_path or text.model_type, pattern)
-    except NotImplementedError as error:
-        raise ValueError(str(error)) from None
+    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"Transformers makes no causal language model of type {text.model_type!r}")
+    attention = attention_of_model(config, config.name_or_path or text.model_type, pattern)
     if hasattr(text, IMPLEMENTATION):
         delattr(text, IMPLEMENTATION)  # Only the sizes of the model count here.
-    try:
-        with torch.device("meta"):
-            made: Any = AutoModelForCausalLM.from_config(text, attn_implementation="eager", trust_remote_code=False)
-    except ValueError as error:
-        raise ValueError(f"Transformers makes no causal language model of type {text.model_type!r}") from error
+    with torch.device("meta"):
+        made: Any = AutoModelForCausalLM.from_config(text, attn_implementation="eager", trust_remote_code=False)
     sizes = [parameter.numel() for parameter in made.parameters()]
     embeddings = made.get_input_embeddings().weight
-    width = embeddings.shape[1] if getattr(text, "hidden_size", None) is None else text.hidden_size
+    width = getattr(text, "hidden_size", None) or embeddings.shape[1]
     return ModelShape(
         attention=attention,
         model_type=text.model_type,
@@ -134,20 +128,15 @@ def _read_layers(
         shared = sum(size for one, size in sizes.items() if one in counted)
         counted |= sizes.keys()
         outside = {path: tuple(x.shape) for path, x in layer.named_parameters() if id(x) not in in_mixers}
-        layers.append(_layer(outside, text, attention, width, number in attention.numbers, sum(sizes.values()), shared))
+        modules = _sizes_of_modules(outside, text, attention, width)
+        layers.append(LayerShape(sum(sizes.values()), shared, attends=number in attention.numbers, **modules))
     return tuple(reversed(layers))
 
 
-def _layer(
-    outside: dict[str, tuple[int, ...]],
-    text: PretrainedConfig,
-    attention: ModelAttention,
-    width: int,
-    attends: bool,
-    parameters: int,
-    shared: int,
-) -> LayerShape:
-    """Returns one layer; `outside` has the shapes of all parameters outside of mixers, by their paths."""
+def _sizes_of_modules(
+    outside: dict[str, tuple[int, ...]], text: PretrainedConfig, attention: ModelAttention, width: int
+) -> dict[str, Any]:
+    """Returns fields of a `LayerShape`; `outside` has the shapes of all parameters outside of mixers, by their paths."""
     norms, head_norms, dense, gate, gated = [], 0, 0, 0, False
     experts, expert_width, outputs = 0, 0, attention.num_heads * attention.value_dim
     for path, shape in outside.items():
@@ -163,31 +152,26 @@ def _layer(
         elif name in _LAST_OF_MLP and re.search(r"experts\.\d+\.", path):
             experts, expert_width = experts + 1, shape[1]
         elif name in _LAST_OF_MLP and ".experts." in path:
-            raise ValueError(
-                f"the experts of {attention.model_type!r} are in one matrix, {path}, and cannot be counted"
-            )
+            raise ValueError(f"the experts of {text.model_type!r} are in one matrix, {path}, and cannot be counted")
         elif name in _LAST_OF_MLP and len(shape) == 2:
             dense += shape[1]
         elif name == "g_proj":
             gate = outputs + shape[0]
-        elif name == "q_proj" and attends and shape[0] == 2 * attention.num_heads * attention.head_dim:
+        elif name == "q_proj" and shape[0] == 2 * attention.num_heads * attention.head_dim:
             gate = 2 * outputs  # The gates are half of the outputs of the projection.
     per_token = (_first(text, _EXPERTS_PER_TOKEN) or 1) if experts else 0
     mlp_width = per_token * expert_width + dense
     if not mlp_width and attention.mixers is None:  # An MLP whose matrices have other names.
         mlp_width = _first(text, _MLP_WIDTHS) or 4 * width
-    return LayerShape(
-        parameters=parameters,
-        mlp_width=mlp_width,
-        experts=experts,
-        experts_per_token=per_token,
-        gated=gated,
-        norm_widths=tuple(norms),
-        head_norm_width=attention.head_dim * (attention.num_heads + attention.num_kv_heads) if head_norms else 0,
-        attends=attends,
-        gate_width=gate,
-        shared=shared,
-    )
+    return {
+        "mlp_width": mlp_width,
+        "experts": experts,
+        "experts_per_token": per_token,
+        "gated": gated,
+        "norm_widths": tuple(norms),
+        "head_norm_width": attention.head_dim * (attention.num_heads + attention.num_kv_heads) * bool(head_norms),
+        "gate_width": gate,
+    }
 
 
 def _first(text: PretrainedConfig, names: tuple[str, ...]) -> int:

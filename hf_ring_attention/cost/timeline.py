@@ -1,7 +1,6 @@
 """Computes when each rank of a ring computes, sends and waits in a forward pass, from the plan and two assumed speeds.
 
-Nothing is measured. A step takes its FLOPs divided by a device's speed, and a hop its bytes divided by a link's speed. Both
-begin at once, as in the ring transport: post the next hop, compute, wait.
+A step takes its FLOPs divided by a device's speed, and a hop its bytes divided by a link's speed. Both begin at once.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ from hf_ring_attention import __version__
 from hf_ring_attention.cli.main import COMMANDS, main
 from hf_ring_attention.cli.output import layer_numbers, short_bytes, short_count, short_seconds
 from hf_ring_attention.cost.explain import explain
+from hf_ring_attention.cost.layers import explain_layers
+from hf_ring_attention.cost.models import attention_of_model, load_config
 from hf_ring_attention.plan.patterns import Pattern
 
 CALL = "--tokens 8k --ranks 4 --heads 8 --kv-heads 2 --head-dim 32"
@@ -54,65 +56,41 @@ def test_help_is_one_screen_of_80_columns_with_examples(name, command):
     assert not name or f"  hf-ring-attention {name}" in text.partition("Examples:")[2]
 
 
-@pytest.mark.parametrize(
-    ("pattern", "settings"),
-    [
-        ("exact", {}),
-        ("window:512+4", {}),
-        ("pyramid:64,3", {}),
-        ("exact", {"transport": "heads"}),
-        ("exact", {"transport": "heads", "heads": 2}),
-    ],
-)
-def test_explain_says_in_json_what_the_library_says(pattern, settings, command):
-    options = "".join(f" --{name.replace('heads', 'ring-heads')} {value}" for name, value in settings.items())
-    words = f"explain {CALL} --pattern {pattern} --layers 3{options}"
-    answer = json.loads(command(f"{words} --json"))
+@pytest.mark.parametrize("options", ["", " --transport heads --ring-heads 2"])
+def test_explain_prints_what_the_library_finds(options, command):
+    printed = command(f"explain {CALL} --pattern window:512+4{options}")
+    settings = {"transport": "heads", "heads": 2} if options else {}
     call = {"seq_len": 8192, "world_size": 4, "num_heads": 8, "num_kv_heads": 2, "head_dim": 32}
-    expected = explain(pattern, **call, **settings)
-    (kind,), step = answer["layer_kinds"], answer["step"]
-    assert (answer["tokens"], answer["ranks"], answer["layout"]) == (8192, 4, expected.layout.kind)
-    assert (kind["pattern"], kind["layers"], kind["transport"]) == (pattern, [0, 1, 2], expected.decision.choice)
-    forward = max(share.forward_flops for share in expected.ranks)
-    assert (kind["forward_flops"], kind["backward_flops"]) == (forward, 2.5 * forward)
-    assert (step["forward_flops"], step["backward_flops"]) == (3 * forward, 3 * 2.5 * forward)
-    share = Pattern.parse(pattern).flop_share(8192, num_heads=8, num_kv_heads=2)
-    assert step["share_of_exact_flops"] == pytest.approx(share, rel=1e-12)
-    for name in ("ring", "collective", "heads"):
-        traffic = [getattr(rank, name) for rank in expected.ranks]
-        assert kind[f"{name}_bytes"]["forward_received"] == max(size.forward.received for size in traffic)
-        assert kind[f"{name}_bytes"]["buffers"] == max(size.buffers for size in traffic)
-    of_layer = kind[f"{expected.decision.choice}_bytes"]
-    assert step["bytes"]["forward_received"] == 3 * of_layer["forward_received"]
-    assert step["bytes"]["buffers"] == of_layer["buffers"]
-    groups = "exchanged by 2 neighbours each; rings between groups: 2 ranks"
-    assert "heads" not in settings or groups in command(words)
+    expected = explain("window:512+4", **call, **settings)
+    assert f"{expected.layout.kind}: {expected.layout_decision.reason}"[:60] in printed
+    most = max(share.forward_flops for share in expected.ranks) / 1e12
+    share = Pattern.parse("window:512+4").flop_share(8192, num_heads=8, num_kv_heads=2)
+    row = rf"window:512\+4 +1 +{most:.4g} +{expected.imbalance:.3f} +{share:.2%}$"
+    assert re.search(row, printed, re.MULTILINE)
+    for name, mark in (("ring", ""), (expected.decision.choice, r" \*")):
+        sizes = expected.busiest(name)
+        figures = map(short_bytes, (sizes.forward.received, sizes.backward.received, sizes.buffers))
+        assert re.search(rf" {name}{mark} +{' +'.join(figures)} ", printed), name
 
 
 def test_explain_adds_up_layers_of_two_kinds(gemma, command):
-    answer = json.loads(command(f"explain --tokens 16k --ranks 4 --model {gemma} --json"))
-    kinds = {kind["kind"]: kind for kind in answer["layer_kinds"]}
-    assert (kinds["sliding"]["pattern"], kinds["sliding"]["layers"]) == ("window:512", [0, 1, 2, 3, 4, 6, 7])
-    assert (kinds["full"]["pattern"], kinds["full"]["layers"]) == ("exact", [5])
-    assert answer["step"]["forward_flops_of_all_ranks"] == sum(
-        len(kind["layers"]) * kind["forward_flops_of_all_ranks"] for kind in kinds.values()
-    )
+    call = {"seq_len": 16384, "world_size": 4}
+    attention = attention_of_model(load_config(gemma), gemma)
+    step = explain_layers(attention, **call)
+    calls = {str(call.pattern): (layers, call) for layers, call in step.calls}
+    assert {text: layers for text, (layers, _) in calls.items()} == {"window:512": [0, 1, 2, 3, 4, 6, 7], "exact": [5]}
+    ranks = zip(calls["window:512"][1].ranks, calls["exact"][1].ranks)
+    assert step.flops == max(7 * window.forward_flops + full.forward_flops for window, full in ranks)
+    assert step.flop_share == pytest.approx(attention.flop_share(16384))
     # All layers of a model are divided alike, as the pattern without a window asks for.
-    call = {"seq_len": 16384, "world_size": 4, "num_heads": 8, "num_kv_heads": 4, "head_dim": 64}
-    alike = explain("window:512", **call, layout="zigzag")
-    assert answer["layout"] == "zigzag"
-    assert kinds["sliding"]["ring_bytes"]["forward_sent"] == max(share.ring.forward.sent for share in alike.ranks)
-
-
-def test_explain_prints_the_choices_with_their_reasons(gemma, command):
-    printed = command(f"explain --tokens 128k --ranks 8 --pattern pyramid:512,3 --model {gemma}")
-    assert "128k tokens over 8 ranks: 16384 each" in printed
-    assert re.search(r"^layout +contiguous: with contiguous pieces", printed, re.MULTILINE)
-    assert re.search(r"^transport, full +collective: the busiest of 8 ranks needs", printed, re.MULTILINE)
-    assert re.search(r"^layers, sliding +0-4, 6-7 *$", printed, re.MULTILINE)
-    assert re.search(r"^sliding +window:512 +7 ", printed, re.MULTILINE)
-    assert re.search(r"^full +pyramid:512,3 +1 ", printed, re.MULTILINE)
-    assert re.search(r"^a step +8 ", printed, re.MULTILINE)
+    heads = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 64}
+    alike = explain("window:512", **call, **heads, layout="zigzag")
+    assert (step.base.layout.kind, calls["window:512"][1].ranks) == ("zigzag", alike.ranks)
+    assert step.traffic.buffers == max(call.busiest().buffers for _, call in calls.values())
+    printed = command(f"explain --tokens 16k --ranks 4 --model {gemma}")
+    assert re.search(r"^layers +0-4, 6-7: window:512 *$", printed, re.MULTILINE)
+    assert re.search(rf"^a step +8 +{step.flops / 1e12:.4g} ", printed, re.MULTILINE)
+    assert re.search(r"^transport +exact: ring: the busiest of 4 ranks needs", printed, re.MULTILINE)
 
 
 HYBRID = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 4}
@@ -122,31 +100,22 @@ DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_hea
 DELTA |= {"linear_conv_kernel_dim": 4}
 
 
-@pytest.mark.parametrize("tokens", [8192, 16384])
-def test_explain_counts_states_apart_from_attention(tokens, tmp_path, command):
-    (tmp_path / "config.json").write_text(json.dumps({**HYBRID, **DELTA, "model_type": "qwen3_next"}))
-    words = f"explain --tokens {tokens} --ranks 4 --model {tmp_path} --batch-size 2"
-    answer = json.loads(command(f"{words} --json"))
-    assert answer["layer_kinds"][0]["layers"] == [3]
+def test_explain_counts_the_bytes_of_mixers_apart_from_attention(tmp_path, command):
     # Two rows of a zigzag have two runs each on a rank: the last 3 inputs of 2 x 2 x 32 + 4 x 64 channels, and 4 x 32 x
-    # (64 + 32) numbers in float32, which each rank sends to 3 others.
-    sent = 3 * 4 * (384 * 3 * 2 + 4 * 32 * 96 * 4)
-    mixers = answer["mixers"]
-    assert (mixers["layers"], mixers["gathers"], mixers["most_work"]) == ([0, 1, 2], "states", 1)
-    assert [mixers["bytes"][name] for name in mixers["bytes"] if name != "buffers"] == [sent] * 4
-    of_layer = answer["layer_kinds"][0][f"{answer['layer_kinds'][0]['transport']}_bytes"]
-    assert answer["step"]["bytes"]["backward_sent"] == of_layer["backward_sent"] + 3 * sent
-    assert answer["step"]["layers"] == 1
-    assert "states of 4 runs of each rank pass" in " ".join(command(words).split())
-
-
-def test_explain_says_the_work_of_gathered_rows(tmp_path, command):
-    (tmp_path / "config.json").write_text(json.dumps({**HYBRID, "model_type": "minimax"}))
-    words = f"explain --tokens 8192 --ranks 4 --model {tmp_path}"
-    mixers = json.loads(command(f"{words} --json"))["mixers"]
-    assert (mixers["gathers"], mixers["most_work"]) == ("rows", 4)
-    assert mixers["bytes"]["forward_sent"] == mixers["bytes"]["backward_received"] == 3 * 2048 * 512 * 2
-    assert "up to 4 times the work of one device in all" in " ".join(command(words).split())
+    # (64 + 32) numbers in float32, which each rank sends to 3 others. MiniMax gathers rows of 512 numbers instead.
+    states, rows = 3 * 4 * (384 * 3 * 2 + 4 * 32 * 96 * 4), 3 * 2 * 2048 * 512 * 2
+    for config, sent, words in (
+        ({**DELTA, "model_type": "qwen3_next"}, states, "their states pass from rank to rank"),
+        ({"model_type": "minimax"}, rows, "up to 4 times the work of one device in all"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**HYBRID, **config}))
+        attention = attention_of_model(load_config(str(tmp_path)), "x")
+        step = explain_layers(attention, seq_len=8192, world_size=4, batch_size=2)
+        assert step.mixers.forward == step.mixers.backward == (sent, sent)
+        ((layers, call),) = step.calls
+        assert layers == [3] and step.traffic.backward.sent == call.busiest().backward.sent + 3 * sent
+        printed = " ".join(command(f"explain --tokens 8192 --ranks 4 --model {tmp_path} --batch-size 2").split())
+        assert words in printed and f"{short_bytes(sent)} " in printed and "mixers in layers 0-2; " in printed
 
 
 def test_explain_refuses_a_model_that_is_not_computed(tmp_path, refusal):
@@ -156,30 +125,21 @@ def test_explain_refuses_a_model_that_is_not_computed(tmp_path, refusal):
     assert "models of type 'bloom' are not computed: BloomForCausalLM does not call" in error
 
 
-def test_models_say_what_works_and_why_not(command):
-    (bloom,) = json.loads(command("models bloom --json"))
-    assert (bloom["status"], bloom["ring"]) == ("refused", False)
-    assert "does not call Transformers' attention interface" in bloom["reason"]
-    printed = command("models llama bloom")
+def test_models_say_what_works_and_why_not(command, capsys):
+    """A type that is not listed is named after the others were answered."""
+    printed = command("models")
     assert re.search(r"^llama +supported +yes +yes", printed, re.MULTILINE)
     assert re.search(r"^bloom +refused +no +no +BloomForCausalLM", printed, re.MULTILINE)
-    by_reason = command("models").partition("Refused")[2]
-    assert "bloom" in by_reason and "big_bird" in by_reason and "llama" not in by_reason.split()
-    assert json.loads(command("models --json"))[0].keys() == bloom.keys()
-
-
-def test_types_that_are_listed_are_answered_beside_others(capsys):
-    with pytest.raises(SystemExit) as end:
-        main("models gpt2 modernbert lama".split())
-    printed = capsys.readouterr()
-    assert end.value.code == 2
-    assert re.search(r"^gpt2 +supported", printed.out, re.MULTILINE)
-    assert "predict the next token, and 'modernbert' is of another kind: ra.patch_model(model) accepts" in printed.err
-    with pytest.raises(SystemExit):
-        main("models gpt2 lama --json".split())
-    printed = capsys.readouterr()
-    assert [model["model_type"] for model in json.loads(printed.out)] == ["gpt2"]
-    assert "'lama' is not a model type of Transformers" in printed.err and "did you mean llama" in printed.err
+    for name, message in (
+        ("modernbert", "predict the next token, and 'modernbert' is of another kind: ra.patch_model(model) accepts"),
+        ("lama", "'lama' is not a model type of Transformers"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main(["models", "gpt2", name])
+        printed = capsys.readouterr()
+        assert end.value.code == 2 and message in printed.err
+        assert re.search(r"^gpt2 +supported", printed.out, re.MULTILINE)
+    assert "did you mean llama" in printed.err
 
 
 def test_tables_fit_80_columns(gemma, command):

@@ -25,7 +25,7 @@ def model(tmp_path):
 
 def test_figures_are_those_of_the_library(model, command):
     words = f"perplexity {model / 'model'} {model / 'fox.txt'} {model / 'dog.txt'} --tokens 300 --pattern exact"
-    rows = json.loads(command(f"{words} --pattern window:4+1 --device cpu --json"))["rows"]
+    rows = json.loads(command(f"{words} --pattern window:4+1 --json"))["rows"]
     fox, dog = str(model / "fox.txt"), str(model / "dog.txt")
     assert [(row["text"], row["pattern"]) for row in rows] == [
         (text, pattern) for text in (fox, dog, "all") for pattern in ("exact", "window:4+1")
@@ -47,15 +47,12 @@ def test_figures_are_those_of_the_library(model, command):
     assert rows[1]["share_of_exact_flops"] < rows[0]["share_of_exact_flops"] == 1
 
 
-def test_a_change_is_shown_from_the_first_of_several_patterns_and_a_picture_drawn(model, command):
-    words = f"perplexity {model / 'model'} {model / 'fox.txt'} --tokens 90 --device cpu --pattern exact"
+def test_a_change_is_shown_from_the_first_of_several_patterns(model, command):
+    words = f"perplexity {model / 'model'} {model / 'fox.txt'} --tokens 90 --pattern exact"
     printed = command(words)
     assert "perplexity" in printed and not re.search(r"\bchange\b", printed) and "+0.0%" not in printed
     several = command(f"{words} --pattern window:4")
     assert re.search(r"\bchange\b", several) and several.count("%") == printed.count("%") + 3
-    pytest.importorskip("matplotlib")
-    assert "quality.png" in command(f"{words} --plot {model / 'quality.png'}").replace("\n", "")
-    assert (model / "quality.png").stat().st_size > 5000
 
 
 def test_a_misspelt_model_is_not_answered_with_options_that_there_are_not(model, refusal, monkeypatch):
@@ -76,7 +73,7 @@ def test_what_fails_inside_is_not_answered_with_the_help(model, refusal, monkeyp
         raise ValueError("layer 1 is broken")
 
     monkeypatch.setattr("hf_ring_attention.evaluation.lengths.perplexity", fails)
-    error = refusal(f"perplexity {model / 'model'} {model / 'fox.txt'} --tokens 90 --device cpu")
+    error = refusal(f"perplexity {model / 'model'} {model / 'fox.txt'} --tokens 90")
     assert error == "hf-ring-attention perplexity: layer 1 is broken"
 
 
@@ -89,7 +86,7 @@ def test_patterns_replace_the_one_that_a_model_was_saved_with_which_is_own(model
     rows = {}
     for name, more in (("model", ""), ("calibrated", "--pattern own")):
         words = f"perplexity {model / name} {model / 'fox.txt'} --tokens 300 --pattern exact --pattern {file} {more}"
-        rows[name] = [{**row, "seconds": 0} for row in json.loads(command(f"{words} --device cpu --json"))["rows"]]
+        rows[name] = [{**row, "seconds": 0} for row in json.loads(command(f"{words} --json"))["rows"]]
     *replaced, own = rows["calibrated"]
     assert rows["model"] == replaced
     assert own == {**replaced[1], "pattern": "own"}
@@ -101,46 +98,40 @@ def test_patterns_replace_the_one_that_a_model_was_saved_with_which_is_own(model
 def test_rows_beyond_the_positions_are_refused(model, refusal):
     config = model / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 100}))
-    words = ["perplexity", model / "model", model / "dog.txt", "--device", "cpu"]
+    words = ["perplexity", model / "model", model / "dog.txt"]
     remedy = "the model has positions for 100 tokens, and rows have {}: take 100 tokens at most"
     assert f"argument --tokens: {remedy.format(240)}" in refusal(words)
     assert f"argument --lengths: {remedy.format(128)}" in refusal([*words, "--lengths", "64,128"])
 
 
 def test_options_and_texts_that_cannot_be_used_are_refused(model, refusal):
-    words = ["perplexity", model / "model", model / "dog.txt", "--device", "cpu"]
+    words = ["perplexity", model / "model", model / "dog.txt"]
     for options, message in (
         ("--stride 9", "argument --stride: it needs --lengths, and may be at most the shortest of them"),
         ("--lengths 8,64 --stride 9", "argument --stride: it needs --lengths, and may be at most the shortest of them"),
-        ("--lengths 1", "argument --lengths: a whole number of at least 2 was expected, got 1"),
         ("--pattern own", "argument --pattern: own: the model's config has no pattern"),
     ):
         assert message in refusal([*words, *options.split()])
     (model / "short.txt").write_text("fox")
-    (model / "bytes.txt").write_bytes(b"caf\xe9 au lait")
-    for name, message in (
-        ("short.txt", "has 1 token(s), 2 or more are needed"),
-        ("bytes.txt", "not a text in UTF-8: "),
-    ):
-        assert message in refusal(["perplexity", model / "model", model / name, "--device", "cpu"])
+    error = refusal(["perplexity", model / "model", model / "short.txt"])
+    assert "has 1 token(s), 2 or more are needed" in error
 
 
 def test_lengths_have_rows_of_their_own(model, command):
     """Over the first --tokens of each text, by default as many as the greatest length."""
     checkpoint, tokenizer = (kind.from_pretrained(model / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
     file, names = str(model / "dog.txt"), ("exact", "window:4+1")
-    words = f"perplexity {model / 'model'} {file} --pattern exact --pattern window:4+1 --device cpu"
+    words = f"perplexity {model / 'model'} {file} --pattern exact --pattern window:4+1"
+    patterns = {name: ra.Pattern.parse(name) for name in names}
     for options, tokens, stride in (("--lengths 16,50", 50, None), ("--lengths 16,50 --stride 10 --tokens 93", 93, 10)):
         rows = json.loads(command(f"{words} {options} --json"))["rows"]
         texts = {file: tokenized_text((model / "dog.txt").read_text(), tokenizer, tokens)}
-        patterns = {name: ra.Pattern.parse(name) for name in names}
         figures = figures_by_length(checkpoint, texts, patterns, [16, 50], stride)
-        found = {(row["length"], row["pattern"]): row for row in rows}
+        found = {(row["length"], row["pattern"]): (row["nll"], row["tokens"], row["bits_per_byte"]) for row in rows}
         assert list(found) == [(length, name) for length in (16, 50) for name in names]
         for one in figures:
-            row = found[one.length, one.pattern]
-            assert (row["nll"], row["tokens"]) == (pytest.approx(one.nll, rel=1e-6), one.tokens)
-            assert row["bits_per_byte"] == pytest.approx(one.bits_per_byte, rel=1e-6)
+            expected = one.nll, one.tokens, one.bits_per_byte
+            assert found[one.length, one.pattern] == pytest.approx(expected, rel=1e-6)
         assert len({row["share_of_exact_flops"] for row in rows}) == 3
     printed = command(f"{words} --lengths 16,50")
     assert re.search(r"^ *text +length +pattern", printed, re.MULTILINE) and printed.count("+0.0%") == 2
@@ -150,7 +141,7 @@ def test_two_processes_write_the_figures_of_one(model, command):
     (model / "program.py").write_text("from hf_ring_attention.cli.main import main\nmain()\n")
     lengths = ["--lengths", "33,64", "--tokens", "100", "--stride", "20"]
     words = ["perplexity", model / "model", model / "dog.txt", *lengths]
-    words = [*map(str, words), "--pattern", "exact", "--pattern", "window:4+1", "--device", "cpu", "--json"]
+    words = [*map(str, words), "--pattern", "exact", "--pattern", "window:4+1", "--json"]
     alone = json.loads(command(" ".join(words)))
     environment = dict(os.environ, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
     done = run_program(model / "program.py", *words, processes=2, environment=environment, timeout=TIMEOUT)
@@ -158,10 +149,8 @@ def test_two_processes_write_the_figures_of_one(model, command):
     both = json.loads(done.stdout)
     assert (alone["processes"], both["processes"]) == (1, 2)
     for one, two in zip(alone["rows"], both["rows"], strict=True):
-        assert two | {"seconds": 0} == {
-            name: pytest.approx(value, rel=1e-5) if isinstance(value, float) else value
-            for name, value in (one | {"seconds": 0}).items()
-        }
+        for name in one.keys() - {"seconds"}:
+            assert two[name] == (pytest.approx(one[name], rel=1e-5) if isinstance(one[name], float) else one[name])
 
 
 def test_patterns_of_other_models_are_refused_before_anything_is_measured(model, refusal, monkeypatch):
@@ -171,7 +160,7 @@ def test_patterns_of_other_models_are_refused_before_anything_is_measured(model,
         ("kv0-4=window:4;kv5=exact", "is for 6 key/value heads"),
         (of_three, "is of a model of 3 layers"),
     ):
-        words = ["--device", "cpu", "--pattern", "exact", "--pattern", wrong]
+        words = ["--pattern", "exact", "--pattern", wrong]
         error = refusal(["perplexity", model / "model", model / "dog.txt", *words])
         assert "argument --pattern: " in error and message in error
 

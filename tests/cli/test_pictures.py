@@ -60,16 +60,6 @@ def test_large_squares_hold_as_many_pairs_as_the_plan(text):
     assert seen.share_of_causal == pytest.approx(pattern.flop_share(16384), rel=0.01)
 
 
-def test_a_square_is_the_mean_of_its_pairs():
-    pattern = Pattern.parse("branches:window=16,segment=64/4:dilated")
-    fine = visible_pairs(pattern, 128, 128, num_heads=2, num_kv_heads=2).share
-    coarse = visible_pairs(pattern, 128, 16, num_heads=2, num_kv_heads=2).share
-    mean = fine.reshape(16, 8, 16, 8).mean((1, 3))
-    away = np.tri(16, k=-3, dtype=bool)  # borders of intervals run through squares of the diagonal
-    assert np.allclose(coarse[away], mean[away], atol=1e-12)
-    assert abs(coarse - mean).max() < 0.1
-
-
 def test_text_shows_sinks_the_future_and_what_is_not_seen():
     seen = visible_pairs(Pattern.parse("window:128+4"), 8192, 64, num_heads=2, num_kv_heads=2)
     lines = pattern_lines(seen)

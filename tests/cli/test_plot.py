@@ -1,9 +1,6 @@
 """The plot command: text and pictures, which show all that is measured or planned."""
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -68,15 +65,14 @@ def test_layouts_as_text(command):
 
 
 def test_a_ring(tmp_path, command, plots):
-    assert command(f"{RING} --output {tmp_path / 'a.png'}") == f"wrote {tmp_path / 'a.png'}\n"
+    printed = command(f"{RING} --output {tmp_path / 'a.png'}")
     assert len(np.unique(pixels(tmp_path / "a.png").reshape(-1, 3), axis=0)) > 20
-    printed = command(RING)
     assert "exact over 8k tokens, 4 ranks, zigzag, 10 TFLOP/s, 100 Gbit/s: one layer forward" in printed
     milliseconds, computing = re.search(r"^([\d.]+) ms in all: ranks compute for (\d+)% of it", printed, re.M).groups()
     # The busiest rank's FLOPs over its speed, and no less.
     least = 2 * 2 * 64 * 8 * 8192 * 8193 / 2 / 4 / 10e12
     assert float(milliseconds) / 1e3 == pytest.approx(least / (int(computing) / 100), rel=0.02)
-    assert printed.count("█") > 100 and printed.count("─") > 10
+    assert printed.endswith(f"wrote {tmp_path / 'a.png'}\n")
 
 
 def test_pictures_show_sinks_whatever_the_length(tmp_path, command, plots, monkeypatch):
@@ -92,54 +88,14 @@ def test_pictures_show_sinks_whatever_the_length(tmp_path, command, plots, monke
     assert count(pixels(file), plots.SINKS) == 0
 
 
-def test_what_is_seen_more_is_brighter(tmp_path, saved_figures, plots):
-    names = ("branches:window=16,segment=all/64:all", "branches:window=16,segment=all/8:all", "exact")
-    patterns = {text: Pattern.parse(text) for text in names}
-    plots.plot_patterns(patterns, 4096, tmp_path / "a.png", head=None, num_heads=1, num_kv_heads=1)
-    images = [axis.images[0] for axis in saved_figures[0].axes[:3]]
-    luminance = [image.to_rgba(image.get_array())[200:, :50, :3].mean() for image in images]  # far below the diagonal
-    assert luminance[0] < luminance[1] < luminance[2]
-
-
-def test_each_pattern_has_its_cost_and_its_perplexity(tmp_path, saved_figures, plots):
-    rows = [
-        {"pattern": "exact", "perplexity": 10.8, "share_of_exact_flops": 1.0},
-        {"pattern": "longnet:512/1,2048/4,all/8", "perplexity": 15.7, "share_of_exact_flops": 0.2},
-        {"pattern": "longnet:256/1,1024/4,all/8", "perplexity": 17.7, "share_of_exact_flops": 0.9},
-        {"pattern": "pyramid:512,3", "perplexity": 11.6, "share_of_exact_flops": 0.002},
-    ]
-    plots.plot_quality(rows, tmp_path / "quality.png")
-    assert (tmp_path / "quality.png").stat().st_size > 5000
-    (axis,) = saved_figures[0].axes
-    points = [tuple(map(float, points.get_offsets()[0])) for points in axis.collections]
-    assert points == [(row["share_of_exact_flops"], row["perplexity"]) for row in rows]
-    (legend,) = saved_figures[0].legends
-    assert [text.get_text() for text in legend.get_texts()] == [row["pattern"] for row in rows]
-    frame, box = axis.get_window_extent(), legend.get_window_extent()
-    assert frame.x1 - 2 < box.x0 < box.x1 <= saved_figures[0].bbox.width, "the legend is beside the picture"
-
-
-def test_the_legend_of_patterns_is_in_the_picture(tmp_path, saved_figures, plots, monkeypatch):
-    monkeypatch.setattr(plots, "SQUARES", 16)
-    for names in (["window:512+4"], ["window:512+4", "other"]):
-        shape = {"head": None, "num_heads": 8, "num_kv_heads": 8}
-        plots.plot_patterns(dict.fromkeys(names, Pattern.parse("window:512+4")), 4096, tmp_path / "a.png", **shape)
-        (legend,) = saved_figures[-1].legends
-        box = legend.get_window_extent()
+def test_what_is_seen_more_is_brighter_and_the_legend_is_in_the_picture(tmp_path, saved_figures, plots, monkeypatch):
+    monkeypatch.setattr(plots, "SQUARES", 64)
+    sparse = [f"branches:sink=4,window=16,segment=all/{dilation}:all" for dilation in (64, 8)]
+    for texts in (sparse[:1], [*sparse, "exact"]):
+        patterns = {text: Pattern.parse(text) for text in texts}
+        plots.plot_patterns(patterns, 4096, tmp_path / "a.png", head=None, num_heads=1, num_kv_heads=1)
+        box = saved_figures[-1].legends[0].get_window_extent()
         assert 0 <= box.x0 < box.x1 <= saved_figures[-1].bbox.width
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read in /proc")
-def test_a_long_picture_takes_little_memory(tmp_path, plots):
-    script = f"""
-from pathlib import Path
-from hf_ring_attention.cli.main import main
-
-try:
-    main("plot pattern pyramid:512,6 longnet:2048/1,all/16 --tokens 128k --output {tmp_path / "a.png"}".split())
-finally:
-    print(next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line))
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) < 500 * 1024, "KiB"
+    images = [axis.images[0] for axis in saved_figures[-1].axes[:3]]
+    luminance = [image.to_rgba(image.get_array())[50:, 5:12, :3].mean() for image in images]  # far below the diagonal
+    assert luminance[0] < luminance[1] < luminance[2]

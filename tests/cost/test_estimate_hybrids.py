@@ -44,7 +44,7 @@ def test_layers_have_the_modules_of_the_model():
     assert all(one.attends and one.mlp_width == 64 and one.gated for one in falcon)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_next", "bamba", "falcon_h1", "lfm2", "nemotron_h"])
+@pytest.mark.parametrize("model_type", ["qwen3_next", "falcon_h1", "lfm2"])
 def test_an_estimate_is_at_most_the_peak_of_a_real_step(model_type):
     config, tokens = tiny_config(model_type, max_position_embeddings=512), 512
     ids = torch.arange(tokens)[None] % VOCAB
@@ -67,10 +67,9 @@ def test_whether_a_hybrid_fits_is_known_only_if_it_does_not():
     config = tiny_config("qwen3_next")
     small, large = (ra.estimate(config, 1 << 14, devices=2, memory=memory) for memory in (1 << 10, 1 << 50))
     assert (small.fits, large.fits) == (False, None)
-    assert {one.fits for one in next_switches(small)} == {False} and {one.fits for one in next_switches(large)} == {
-        None
-    }
-    with pytest.raises(ValueError, match="without checkpointing, the mixers of a hybrid decide the peak"):
+    assert {one.fits for one in next_switches(small)} == {False}
+    assert {one.fits for one in next_switches(large)} == {None}
+    with pytest.raises(ValueError, match="without checkpointing, uncounted mixers of a hybrid decide the peak"):
         ra.estimate(config, 1 << 14, checkpointing=False)
 
 
@@ -93,8 +92,3 @@ def test_the_command_names_what_is_not_counted(tmp_path, capsys):
     table = " ".join(capsys.readouterr().out.split())
     for expected in ("peak of a device, at least", "may fit: ", "longest sequence that may fit", "mixers in 1 layers"):
         assert expected in table
-    with pytest.raises(SystemExit) as ended:
-        cli.main(f"{words} --json".split())
-    figures = json.loads(capsys.readouterr().out)
-    assert figures["peak"] == sum(part["bytes"] for part in figures["parts"] if not part["host"])
-    assert figures["fits"] is None and "mixers" in figures["not_counted"]

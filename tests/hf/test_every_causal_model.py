@@ -8,14 +8,13 @@ import transformers
 from transformers import PretrainedConfig
 
 import hf_ring_attention as ra
-from hf_ring_attention.cli.models import types_by_reason
 from hf_ring_attention.hf.models import release_of_table
 from hf_ring_attention.hf.support import check_config
 
 from ..support.probe import batch, survey
 from ..support.releases import at_least
 from ..support.tiny_models import CAUSAL_TYPES, NOT_BUILT, tiny_model
-from ..survey import models_page
+from ..survey import models_page, types_by_reason
 
 KNOWN = {model.model_type: model for model in ra.supported_models()}
 

@@ -51,6 +51,7 @@ def measure_config(run: CheckRun) -> dict[str, Any]:
 
 
 def judge_config(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
+    """Returns the model's type, dtype and pattern."""
     own, model = answers[0], run.options.model
     name = f"no --model: a tiny {own['type']}" if model is None else f"{model}: {own['type']} of {own['layers']} layers"
     return Verdict("ok", f"{name}, {own['dtype']}, pattern {own['pattern']}")
@@ -62,41 +63,31 @@ def measure_train_step(run: CheckRun) -> dict[str, Any]:
     mask = torch.ones_like(ids)
     mask[1, -ids.shape[1] // 3 :] = 0
     batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-    together = _steps(_tiny(run, _ring(run)), batch, averaged=dist.is_initialized())
-    return {"together": together, "alone": _steps(_tiny(run, Ring.alone()), batch), "type": run.facts["type"]}
+    together, alone = (_figures_of_step(model, batch, averaged) for model, averaged in zip(_models(run), (True, False)))
+    loss, norm, after = together.values()
+    return {
+        "shown": f"loss {loss:.4f}, gradient norm {norm:.4f}, then loss {after:.4f}",
+        "apart": {name: abs(together[name] - figure) / abs(figure) for name, figure in alone.items()},
+    }
 
 
-def _steps(model: Any, batch: dict[str, torch.Tensor], averaged: bool = False) -> tuple[float, float, float]:
-    """Returns (the loss, the norm of its gradients, the loss after a step); gradients may be averaged, as DDP does."""
+def _figures_of_step(model: Any, batch: dict[str, torch.Tensor], averaged: bool) -> dict[str, float]:
+    """Returns the figures of a step by their names; gradients may be averaged, as DDP does."""
     loss = model(**batch, use_cache=False).loss
     loss.backward()
     parameters = list(model.parameters())
     # An expert that no token of this rank went to has no gradient.
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    for gradient in gradients if averaged else ():
+    for gradient in gradients if averaged and dist.is_initialized() else ():
         dist.all_reduce(gradient)
         gradient /= dist.get_world_size()
     with torch.no_grad():
         for parameter, gradient in zip(parameters, gradients):
             parameter -= _LEARNING_RATE * gradient
         after = model(**batch, use_cache=False).loss
-    return float(loss.detach()), float(torch.stack([x.norm() for x in gradients]).norm()), float(after)
-
-
-def judge_train_step(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
-    names = ("the loss", "the norm of the gradients", "the loss after the step")
-    pairs = [[*zip(answer["together"], answer["alone"])] for answer in answers]
-    for name, figures_of_ranks in zip(names, zip(*pairs)):
-        wrong = [rank for rank, (x, y) in enumerate(figures_of_ranks) if not abs(x - y) <= FAR * abs(y)]
-        if wrong:
-            x, y = figures_of_ranks[wrong[0]]
-            text = f"{name} is {x:.12g} on {processes(wrong)}, and one process has {y:.12g}"
-            return Verdict("failed", text)
-    loss, norm, after = answers[0]["together"]
-    apart = max(abs(x - y) / abs(y) for of_rank in pairs for x, y in of_rank)
-    far = "the same as" if apart == 0 else f"{apart:.0e} from"
-    steps = f"loss {loss:.4f}, gradient norm {norm:.4f}, then loss {after:.4f}"
-    return Verdict("ok", f"tiny {answers[0]['type']}: {steps}; {far} one process's")
+    norm = torch.stack([x.norm() for x in gradients]).norm()
+    figures = {"the loss": loss, "the norm of the gradients": norm, "the loss after the step": after}
+    return {name: float(x.detach()) for name, x in figures.items()}
 
 
 def measure_generation(run: CheckRun) -> dict[str, Any]:
@@ -105,16 +96,15 @@ def measure_generation(run: CheckRun) -> dict[str, Any]:
     That process has no cache, so that an error in caches shows. But if the last tokens of a document see every key, a pass over
     all tokens has other last tokens than the steps had, so that process takes the same steps.
     """
-    ids = _rows_of_check(run)
-    model, alone = _tiny(run, _ring(run)), _tiny(run, Ring.alone())
-    result = _generated(model, ids, cache_argument(_prefilled(model, ids)))
+    ids, (model, alone) = _rows_of_check(run), _models(run)
+    logits = _logits_of_new_tokens(model, ids, cache_argument(_prefilled(model, ids)))
     # Some mixers take steps that are approximations, and take them here, too.
     arguments: dict[str, Any] = {} if alone.config.model_type in MIXERS else {"use_cache": False}
     if fewest_last_of(alone.config.get_text_config()) is not None:
         arguments = cache_argument(_prefilled(alone, ids))
-    logits, expected = (torch.stack(x.logits, 1) for x in (result, _generated(alone, ids, arguments)))
+    expected = _logits_of_new_tokens(alone, ids, arguments)
     apart = float((logits - expected).abs().max() / expected.abs().max())
-    return {"apart": apart, "type": run.facts["type"]}
+    return {"shown": f"{_NEW_TOKENS} tokens after a prefill", "apart": {"a logit": apart}}
 
 
 def _prefilled(model: Any, ids: torch.Tensor) -> Any:
@@ -125,22 +115,22 @@ def _prefilled(model: Any, ids: torch.Tensor) -> Any:
         raise NotApplicable(str(refused)) from None
 
 
-def _generated(model: Any, ids: torch.Tensor, arguments: dict[str, Any]) -> Any:
-    count = {"max_new_tokens": _NEW_TOKENS, "min_new_tokens": _NEW_TOKENS, "do_sample": False}
-    outputs = {"output_logits": True, "return_dict_in_generate": True}
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **arguments, **count, **outputs)
+def _logits_of_new_tokens(model: Any, ids: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+    arguments |= {"max_new_tokens": _NEW_TOKENS, "min_new_tokens": _NEW_TOKENS, "do_sample": False}
+    arguments |= {"output_logits": True, "return_dict_in_generate": True, "attention_mask": torch.ones_like(ids)}
+    return torch.stack(model.generate(ids, **arguments).logits, 1)
 
 
-def judge_generation(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
-    wrong = [rank for rank, answer in enumerate(answers) if not answer["apart"] <= FAR]
-    apart = max(answer["apart"] for answer in answers)
-    if wrong:
-        text = f"logits of generated tokens are {apart:.0e} from one process's on {processes(wrong)}"
-        return Verdict("failed", text)
-    text = (
-        f"tiny {answers[0]['type']}: {_NEW_TOKENS} tokens after a prefill, with logits {apart:.0e} from one process's"
-    )
-    return Verdict("ok", text)
+def judge_figures(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
+    """Returns a failure if a figure of any process is far from one process's."""
+    for name in answers[0]["apart"]:
+        apart = [answer["apart"][name] for answer in answers]
+        wrong = [rank for rank, x in enumerate(apart) if not x <= FAR]
+        if wrong:
+            return Verdict("failed", f"{name} is {apart[wrong[0]]:.0e} from one process's on {processes(wrong)}")
+    most = max(x for answer in answers for x in answer["apart"].values())
+    far = f"{most:.0e} from" if most else "the same as"
+    return Verdict("ok", f"tiny {run.facts['type']}: {answers[0]['shown']}; {far} one process's")
 
 
 def _rows_of_check(run: CheckRun) -> torch.Tensor:
@@ -149,19 +139,16 @@ def _rows_of_check(run: CheckRun) -> torch.Tensor:
     return torch.randint(3, VOCAB, (2, tokens), generator=torch.Generator().manual_seed(1)).to(run.device)
 
 
-def _ring(run: CheckRun) -> Ring:
-    return Ring.alone() if run.ring_size == 1 else Ring(run.group)
-
-
-def _tiny(run: CheckRun, ring: Ring) -> Any:
-    """Returns the tiny model in float64 with the job's pattern and the same weights at each call, in evaluation mode.
+def _models(run: CheckRun) -> list[Any]:
+    """Returns the tiny model over the ring and on this process alone, in float64 with the job's pattern and equal weights.
 
     Raises:
         NotApplicable: a config that has no small form, or whose small form has no attention.
     """
+    rings = [Ring.alone() if run.ring_size == 1 else Ring(run.group), Ring.alone()]
     try:
-        model = model_with_large_weights(shrunk_config(run.facts["config"]), "eager").to(run.device, torch.float64)
-        return patch_model(model, run.facts["pattern"], ring)
+        models = [model_with_large_weights(shrunk_config(run.facts["config"]), "eager") for _ in rings]
+        return [patch_model(x.to(run.device, torch.float64), run.facts["pattern"], y) for x, y in zip(models, rings)]
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise NotApplicable(f"there is no tiny model of type {run.facts['type']!r}: {reason}") from None

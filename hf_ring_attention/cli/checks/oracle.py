@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from typing import Any, get_args
+from functools import lru_cache
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from ...compute.kernels import choose_kernel
 from ...compute.reference import reference_attention
 from ...cost.models import attention_of_model
 from ...plan.heads import heads_fit
-from ...plan.layouts import LayoutKind, SequenceLayout
+from ...plan.layouts import LayoutKind
 from ...plan.patterns import Pattern
 from ...plan.problem import Documents
 from ...ring.attention import ring_attention
@@ -26,57 +26,56 @@ EXACT_IN_FLOAT64 = 1e-12
 _FACTOR = 8
 #: A pattern that shows something of all that is sparse in a row of a few tokens.
 _SPARSE = "pyramid:4,2"
-_NAMES = ("out", "dq", "dk", "dv")
 
 
-class AttentionCase:
-    """A row of random numbers, the same on every process, and attention of it by the definition and over a ring.
+class AttentionCase(NamedTuple):
+    """Rows of random numbers, the same on every process, and attention of them by the definition.
 
     Attributes:
-        solutions: by dtype the results by the definition, in float64, and the bound of errors.
+        tensors: q, k, v and the gradient of the output.
+        expected: out, dq, dk and dv by the definition, in float64.
+        bound: of errors, as `largest_errors` returns them.
     """
 
-    def __init__(
-        self, heads: tuple[int, ...], pattern: Pattern, kind: LayoutKind, tokens: int, dtypes: Iterable[Any]
-    ) -> None:
-        self.pattern, self.kind, self.tokens = pattern, kind, tokens
-        whole: Documents = (((0, tokens),),)
-        pieces = tuple(itertools.pairwise([0, tokens // 3, tokens // 2, tokens - 2]))
-        self.documents = (pieces, *whole) if kind == "documents" else whole
-        generator = torch.Generator().manual_seed(0)
-        queries, keys, width, value_width = heads
-        self.tensors = [
-            torch.randn(len(self.documents), count, tokens, size, generator=generator, dtype=torch.float64)
-            for count, size in ((queries, width), (keys, width), (keys, value_width), (queries, value_width))
-        ]
-        self.solutions: dict[torch.dtype, tuple[list[Tensor], float]] = {}
-        for dtype in dtypes:
-            exact, bound = self.by_definition(dtype, torch.float64), EXACT_IN_FLOAT64
-            if dtype != torch.float64:
-                rounded = errors_between(self.by_definition(dtype, dtype), exact, exact)
-                bound = _FACTOR * (_largest(rounded) + torch.finfo(dtype).eps)
-            self.solutions[dtype] = exact, bound
+    documents: Documents
+    tensors: list[Tensor]
+    expected: list[Tensor]
+    bound: float
 
-    def by_definition(self, dtype: torch.dtype, computed_in: torch.dtype) -> list[Tensor]:
-        """Returns out, dq, dk and dv of the tensors in `dtype`, by the definition."""
-        *leaves, dout = (x.to(dtype).to(computed_in).detach() for x in self.tensors)
+
+@lru_cache(maxsize=64)  # All transports have the same cases.
+def attention_case(
+    heads: tuple[int, ...], pattern: Pattern, kind: LayoutKind, tokens: int, dtype: torch.dtype
+) -> AttentionCase:
+    """Returns one row of one document; or two rows with several documents in all, if the layout is of the kind "documents"."""
+    documents: Documents = (((0, tokens),),)
+    if kind == "documents":
+        documents = (tuple(itertools.pairwise([0, tokens // 3, tokens // 2, tokens - 2])), *documents)
+    generator = torch.Generator().manual_seed(0)
+    queries, keys, width, value_width = heads
+    tensors = [
+        torch.randn(len(documents), count, tokens, size, generator=generator, dtype=torch.float64).to(dtype)
+        for count, size in ((queries, width), (keys, width), (keys, value_width), (queries, value_width))
+    ]
+
+    def by_definition(computed_in: torch.dtype) -> list[Tensor]:
+        *leaves, dout = (x.to(computed_in).detach() for x in tensors)
         leaves = [x.requires_grad_() for x in leaves]
-        out, _ = reference_attention(*leaves, pattern=self.pattern, documents=self.documents, dtype=computed_in)
+        out, _ = reference_attention(*leaves, pattern=pattern, documents=documents, dtype=computed_in)
         return [x.detach().double() for x in (out, *torch.autograd.grad(out, leaves, dout))]
 
-    def over(self, ring: Ring, layout: SequenceLayout, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-        """Returns this rank's part of the same, computed over a ring."""
-        *leaves, dout = (ring.shard(x.to(dtype), layout, dim=2).to(device).detach() for x in self.tensors)
-        leaves = [x.requires_grad_() for x in leaves]
-        out = ring_attention(*leaves, pattern=self.pattern, ring=ring, layout=layout, documents=self.documents)
-        return [x.detach().cpu().double() for x in (out, *torch.autograd.grad(out, leaves, dout))]
+    expected, bound = by_definition(torch.float64), EXACT_IN_FLOAT64
+    if dtype != torch.float64:
+        rounded = largest_errors(by_definition(dtype), expected, expected)
+        bound = _FACTOR * (_largest(rounded) + torch.finfo(dtype).eps)
+    return AttentionCase(documents, tensors, expected, bound)
 
 
-def errors_between(results: list[Tensor], expected: list[Tensor], whole: list[Tensor]) -> dict[str, float]:
+def largest_errors(results: list[Tensor], expected: list[Tensor], whole: list[Tensor]) -> dict[str, float]:
     """Returns the largest error of each tensor, relative to the largest entry of `whole`; gradients share one scale."""
     largest_output, *gradients = (float(x.abs().max()) for x in whole)
-    scales = (largest_output, *[max(gradients)] * 3)
-    return {name: float((x - y).abs().max()) / scale for name, x, y, scale in zip(_NAMES, results, expected, scales)}
+    scales = zip(("out", "dq", "dk", "dv"), (largest_output, *[max(gradients)] * 3))
+    return {name: float((x - y).abs().max()) / scale for (name, scale), x, y in zip(scales, results, expected)}
 
 
 def _largest(errors: dict[str, float]) -> float:
@@ -95,38 +94,33 @@ def _heads(run: CheckRun) -> tuple[int, int, int, int]:
     return 2 * run.ring_size, run.ring_size, 16, 16
 
 
-def _cases(run: CheckRun, heads: tuple[int, ...]) -> list[AttentionCase]:
-    """Returns the job's pattern and a sparse one in each layout, in float64 and in the job's dtype."""
-    tokens, dtypes = max(50, 2 * run.ring_size + 5), dict.fromkeys((torch.float64, run.facts["dtype"]))
-    patterns = dict.fromkeys((Pattern.parse(run.facts["pattern"]), Pattern.parse(_SPARSE)))
-    kinds: tuple[LayoutKind, ...] = get_args(LayoutKind)
-    return [AttentionCase(heads, pattern, kind, tokens, dtypes) for pattern in patterns for kind in kinds]
-
-
 def measure_transport(run: CheckRun, transport: str, neighbours: bool) -> dict[str, Any]:
     """Compares a transport with the definition, and returns this rank's largest error and its bound by dtype.
+
+    The job's pattern and a sparse one are computed in each layout, in float64 and in the job's dtype.
 
     Args:
         neighbours: with "heads", whether only neighbours exchange heads, and rings go round the groups of them.
     """
     queries, keys, *widths = heads = _heads(run)
     size = _group_size(run.ring_size, queries, keys, neighbours) if transport == "heads" else None
-    if "cases" not in run.facts:  # All transports have the same.
-        run.facts["cases"] = _cases(run, heads)
     worst: dict[str, list[float]] = {}
     beyond: list[tuple[str, str, str, float, float]] = []
-    for case in run.facts["cases"]:
-        ring = Ring.alone()
-        if run.ring_size > 1:
-            group: Any = run.group
-            ring = Ring(group, layout=case.kind, transport=transport, heads=size)  # type: ignore[arg-type]
-        layout = ring.layout_for(case.tokens, case.pattern, case.documents)
-        for dtype, (exact, bound) in case.solutions.items():
-            results = case.over(ring, layout, dtype, run.device)
-            errors = errors_between(results, [ring.shard(x, layout, dim=2) for x in exact], exact)
-            kind = str(dtype).removeprefix("torch.")
-            worst[kind] = max(worst.get(kind, [0.0, bound]), [_largest(errors), bound])
-            beyond += [(x, layout.kind, kind, error, bound) for x, error in errors.items() if not error <= bound]
+    patterns = dict.fromkeys((Pattern.parse(run.facts["pattern"]), Pattern.parse(_SPARSE)))
+    dtypes, tokens = dict.fromkeys((torch.float64, run.facts["dtype"])), max(50, 2 * run.ring_size + 5)
+    for pattern, kind, dtype in itertools.product(patterns, get_args(LayoutKind), dtypes):
+        case = attention_case(heads, pattern, kind, tokens, dtype)
+        setting: Any = {"layout": kind, "transport": transport, "heads": size}
+        ring = Ring.alone() if run.ring_size == 1 else Ring(run.group, **setting)
+        layout = ring.layout_for(tokens, pattern, case.documents)
+        *leaves, dout = (ring.shard(x, layout, dim=2).to(run.device).detach() for x in case.tensors)
+        leaves = [x.requires_grad_() for x in leaves]
+        out = ring_attention(*leaves, pattern=pattern, ring=ring, layout=layout, documents=case.documents)
+        results = [x.detach().cpu().double() for x in (out, *torch.autograd.grad(out, leaves, dout))]
+        errors = largest_errors(results, [ring.shard(x, layout, dim=2) for x in case.expected], case.expected)
+        name = str(dtype).removeprefix("torch.")
+        worst[name] = max(worst.get(name, [0.0, case.bound]), [_largest(errors), case.bound])
+        beyond += [(x, layout.kind, name, far, case.bound) for x, far in errors.items() if not far <= case.bound]
     kernel = choose_kernel(run.device, run.facts["dtype"], *widths)
     return {"errors": worst, "beyond": beyond, "kernel": kernel.name, "size": size}
 
@@ -147,18 +141,17 @@ def _group_size(ring_size: int, queries: int, keys: int, neighbours: bool) -> in
     return sizes[-1] if neighbours else None
 
 
-def judge_transport(run: CheckRun, answers: list[dict[str, Any]], *_: Any) -> Verdict:
+def judge_transport(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
+    """Returns a failure if any process is beyond a bound."""
     beyond = {rank: answer["beyond"] for rank, answer in enumerate(answers) if answer["beyond"]}
     if beyond:
         # A wrong output makes the gradients of other ranks wrong too, so only ranks with one are named.
         causes = {rank: errors for rank, errors in beyond.items() if any(name == "out" for name, *_ in errors)}
         causes = causes or beyond
         name, layout, dtype, error, bound = next(iter(causes.values()))[0]
-        where = f"in {layout}, {dtype}"
-        text = f"{processes([*causes])}: {name} is {error:.1e} from the definition, of {bound:.1e}, {where}"
-        return Verdict("failed", text)
+        far = f"{name} is {error:.1e} from the definition, of {bound:.1e}, in {layout}, {dtype}"
+        return Verdict("failed", f"{processes([*causes])}: {far}")
     worst = {name: max(tuple(answer["errors"][name]) for answer in answers) for name in answers[0]["errors"]}
     shown = ", ".join(f"{name} {error:.1e} of {bound:.1e}" for name, (error, bound) in worst.items())
     groups = f"groups of {answers[0]['size']}, " if answers[0]["size"] else ""
-    text = f"{groups}outputs and gradients off by {shown}; kernel {answers[0]['kernel']}"
-    return Verdict("ok", text)
+    return Verdict("ok", f"{groups}outputs and gradients off by {shown}; kernel {answers[0]['kernel']}")
