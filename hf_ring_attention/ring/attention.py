@@ -10,16 +10,15 @@ import torch
 from torch import Tensor
 
 from ..compute.binding import bind_own
-from ..compute.kernel import Kernel
 from ..compute.kernels import choose_kernel
 from ..compute.merge import accumulation_dtype, add_sinks, merge_
 from ..plan.layouts import SequenceLayout
 from ..plan.patterns import Pattern, as_pattern
 from ..plan.problem import HeldKeys, Problem, documents_of
 from ..plan.traffic import RowBytes
-from ..transport.heads import HeadsTransport
-from ..transport.transports import LocalTransport, Transport
-from .engine import Execution, HeadsAttention, RingAttention
+from ..transport.transports import LocalTransport
+from .engine import Execution, RingAttention
+from .planner import CallKey
 from .ring import Ring, is_recorded
 
 _ALONE = Ring.alone()
@@ -140,14 +139,12 @@ class CheckedCall:
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, with_lse: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Returns out [B, H, n, Dv] in q's dtype, and lse [B, H, n], which may be empty without `with_lse`."""
-        execution = self.execution
         if self.problem.held is not None:
             return self._attend_to_cache(q, k, v, sinks)
+        execution = self.execution
         if self.recorded:
             execution = execution._replace(before_backward=self.ring.calls.backward_check())
-        if isinstance(execution.transport, HeadsTransport):
-            return HeadsAttention.apply(q, k, v, sinks, execution, with_lse)
-        return RingAttention.apply(q, k, v, sinks, execution)
+        return RingAttention.apply(q, k, v, sinks, execution, with_lse)
 
     def _attend_to_cache(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Attends to this rank's part of a cache. All ranks merge all parts in one order, so all go on with the same bits."""
@@ -200,16 +197,13 @@ def checked_call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options:
                 "whether gradients are recorded": recorded,
                 "documents": problem.documents,
             }
-    execution = Execution(_transport(ring, problem, q, v, kernel), kernel, scale)
-    return CheckedCall(ring, problem, execution, call.values, call.digest, recorded)
-
-
-def _transport(ring: Ring, problem: Problem, q: Tensor, v: Tensor, kernel: Kernel) -> Transport | HeadsTransport:
-    if problem.held is not None:
-        return LocalTransport(ring.bindings.of(bind_own, problem, 0, q.device, kernel.joining))
-    widths = q.shape[-1] + v.shape[-1]
-    sizes = RowBytes(widths * q.element_size(), widths * accumulation_dtype(q.dtype).itemsize)
-    return ring.planner.transport_for(problem, sizes, q.device, kernel.joining)
+    if held is None:
+        widths = q.shape[-1] + v.shape[-1]
+        sizes = RowBytes(widths * q.element_size(), widths * accumulation_dtype(q.dtype).itemsize)
+        transport: Any = ring.planner.transport_for(CallKey(problem, sizes, q.device, kernel.joining))
+    else:
+        transport = LocalTransport(ring.bindings.of(bind_own, problem, 0, q.device, kernel.joining))
+    return CheckedCall(ring, problem, Execution(transport, kernel, scale), call.values, call.digest, recorded)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, sinks: Tensor | None) -> None:

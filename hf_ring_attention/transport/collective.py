@@ -88,14 +88,14 @@ class CollectiveTransport:
             yield Step(k, v, binding.own.batches, gradients)
             return
         name = "forward" if gradients is None else "backward"
-        received, arriving = self.link.all_to_all(
+        received, wait = self.link.all_to_all(
             f"{name} pass, keys and values",
             torch.cat([binding.send.take(x) for x in (k, v)], dim=-1),
             binding.send_counts,
             binding.receive_counts,
         )
         yield Step(k, v, binding.own.batches, gradients)
-        arriving.wait()
+        wait()
         keys, values = received[None, None].split(widths, dim=-1)
         if gradients is None:
             yield Step(keys, values, binding.remote)
@@ -103,9 +103,9 @@ class CollectiveTransport:
         grads = torch.zeros_like(received, dtype=accumulation_dtype(k.dtype))
         dkeys, dvalues = grads[None, None].split(widths, dim=-1)
         yield Step(keys, values, binding.remote, (dkeys, dvalues))
-        home, arriving = self.link.all_to_all(
+        home, wait = self.link.all_to_all(
             "backward pass, gradients", grads, binding.receive_counts, binding.send_counts
         )
-        arriving.wait()
+        wait()
         for target, part in zip(gradients, home.split(widths, dim=-1)):
             binding.send.add_(target, part)

@@ -68,6 +68,7 @@ class HeadsTransport:
         self.group = PartOfRanks(communicator, range(group * size, (group + 1) * size))
         self.ring = PartOfRanks(communicator, range(self.rank, communicator.world_size, size))
         self.link = Link(self.group, traffic, "attention by heads", communicator.rank)
+        self.num_kv_heads = binding.pieces[-1].of_ranks[-1].kv.stop
 
     def of_piece(self, piece: HeadsPiece) -> RingTransport:
         """Returns the transport of a piece's heads, once the tokens of the group are here."""
@@ -151,10 +152,10 @@ class HeadsTransport:
         message = _cat([x.flatten() for member in others for x in sent(member)])
         message = message.contiguous()  # The gradient of a sum is one number for all rows.
         counts = [0 if member == self.rank else message.numel() // len(others) for member in members]
-        received, arriving = self.link.all_to_all(content, message, counts, counts)
+        received, wait = self.link.all_to_all(content, message, counts, counts)
 
         def arrived() -> list[Tensor]:
-            arriving.wait()
+            wait()
             shapes = [x.shape for x in own]
             parts = received.split(counts)
             return finish([own if i == self.rank else _unpacked(part, shapes) for i, part in enumerate(parts)])

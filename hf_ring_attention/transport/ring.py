@@ -17,9 +17,9 @@ from ..plan.joins import Joining
 from ..plan.plans import TileBatch, of_heads, tiles_from
 from ..plan.problem import Problem
 from ..plan.routes import Hop, KeyRows, Lap, ring_laps
-from .communicators import Exchanger, Message
+from .communicators import Exchanger, Message, Wait
 from .row_sets import MessagePool, MessageRows, Payload, RowSet
-from .transports import Arriving, Link, Step, StepGradients, Traffic
+from .transports import Link, Step, StepGradients, Traffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,13 +149,13 @@ class RingTransport:
                 continue
             (coming,) = pool.take(following.shape)
             (going,) = pool.pack(own if following.number == 1 else held, following.sent)
-            arriving = self.link.exchange(
+            wait = self.link.exchange(
                 f"{name} pass, step {following.number} of {following.of}, keys and values",
                 [Message(following.following, going.message)],
                 [Message(following.previous, coming.message)],
             )
             yield step, following, held.first, held.second
-            arriving.wait()
+            wait()
             pool.give(held)
             if going.buffer is not held.buffer:
                 pool.give(going)
@@ -196,12 +196,12 @@ class RingTransport:
         goes_on, finished = pool.pack(grads, step.goes_on, step.finished)
         if goes_on.buffer is not grads.buffer:
             pool.give(grads)
-        arriving = self.link.exchange(
+        wait = self.link.exchange(
             f"backward pass, step {step.number} of {step.of}, gradients",
             [Message(step.following, goes_on.message), Message(step.source, finished.message)],
             [Message(step.previous, onward.message), Message(step.last_user, home.message)],
         )
-        return _InFlight(arriving, step, onward, home, goes_on)
+        return _InFlight(wait, step, onward, home, goes_on)
 
     def _finish_gradients(
         self,
@@ -213,7 +213,7 @@ class RingTransport:
         """Adds the gradients that came: for own rows to dk and dv, and for the rows of a step's payload to its gradients."""
         if flight is None:
             return
-        flight.arriving.wait()
+        flight.wait()
         came = [(flight.step.home, own, flight.home)]
         if payload is not None:
             step, grads = payload
@@ -229,7 +229,7 @@ class RingTransport:
 class _InFlight(NamedTuple):
     """The gradients that are under way after a step."""
 
-    arriving: Arriving
+    wait: Wait
     step: RingStep
     onward: MessageRows
     home: MessageRows

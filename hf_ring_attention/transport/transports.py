@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -58,8 +59,7 @@ class Traffic:
 
     def reset(self) -> None:
         """Sets all counters to zero."""
-        self.sent_bytes = self.received_bytes = self.hops = 0
-        self.planned_seconds = self.waited_seconds = 0.0
+        self.__dict__.update(vars(Traffic()))
 
 
 #: The gradients of a step's keys and values, in the accumulation dtype; None in forward.
@@ -88,24 +88,6 @@ class Transport(Protocol):
         """
 
 
-class Arriving:
-    """Messages under way. Waiting for them counts the time; an error names the call, the step and the rank that waited."""
-
-    def __init__(self, wait: Wait | None, traffic: Traffic, where: str, sent: list[Tensor]) -> None:
-        self.pending, self.traffic, self.where = wait, traffic, where
-        self.sent = sent  # must stay until all messages are here
-
-    def wait(self) -> None:
-        """Waits until all messages are here."""
-        if self.pending is None:
-            return
-        start = time.perf_counter()
-        with _naming(self.where):
-            self.pending()
-        self.sent.clear()
-        self.traffic.waited_seconds += time.perf_counter() - start
-
-
 class Link:
     """The exchanges of one call with other ranks. It counts their bytes; their errors name the call, the step and this rank.
 
@@ -116,34 +98,39 @@ class Link:
         self.ranks, self.traffic, self.call = ranks, traffic, call
         self.rank = ranks.rank if rank is None else rank
 
-    def exchange(self, step: str, sends: list[Message], receives: list[Message]) -> Arriving:
+    def exchange(self, step: str, sends: list[Message], receives: list[Message]) -> Wait:
         """Starts all messages that are not empty."""
         sends, receives = ([m for m in messages if m.tensor.numel()] for messages in (sends, receives))
-        return self._start(
-            step, lambda: self.ranks.exchange(sends, receives), *([m.tensor for m in x] for x in (sends, receives))
-        )
+        sent, received = ([m.tensor for m in messages] for messages in (sends, receives))
+        return self._start(step, partial(self.ranks.exchange, sends, receives), sent, received)
 
     def all_to_all(
         self, step: str, rows: Tensor, send_counts: list[int], receive_counts: list[int]
-    ) -> tuple[Tensor, Arriving]:
+    ) -> tuple[Tensor, Wait]:
         """Starts to send rows to each rank, in the order of ranks; returns the rows that will arrive, in that order."""
         received = rows.new_empty(sum(receive_counts), *rows.shape[1:])
-
-        def start() -> Wait:
-            return self.ranks.all_to_all(received, rows, receive_counts, send_counts)
-
+        start = partial(self.ranks.all_to_all, received, rows, receive_counts, send_counts)
         return received, self._start(step, start, [rows], [received])
 
-    def _start(self, step: str, start: Callable[[], Wait], sent: list[Tensor], received: list[Tensor]) -> Arriving:
-        where = f"{self.call}, {step}, on rank {self.rank}"
+    def _start(self, step: str, start: Callable[[], Wait], sent: list[Tensor], received: list[Tensor]) -> Wait:
+        """Starts messages, and returns a function that waits until all are here, and counts the time."""
         if not sent and not received:
-            return Arriving(None, self.traffic, where, sent)
+            return lambda: None
+        where = f"{self.call}, {step}, on rank {self.rank}"
         with _naming(where):
             wait = start()
         self.traffic.sent_bytes += sum(x.nbytes for x in sent)
         self.traffic.received_bytes += sum(x.nbytes for x in received)
         self.traffic.hops += 1
-        return Arriving(wait, self.traffic, where, sent)
+
+        def arrive() -> None:
+            begun = time.perf_counter()
+            with _naming(where):
+                wait()
+            sent.clear()  # The tensors had to stay until now.
+            self.traffic.waited_seconds += time.perf_counter() - begun
+
+        return arrive
 
 
 @contextmanager
