@@ -170,7 +170,7 @@ def test_errors_of_groups_name_ranks_by_their_number_in_the_ring(monkeypatch):
     of_piece = HeadsTransport.of_piece
 
     def ending(transport, piece):
-        if transport.group.whole.rank == 3:
+        if transport.link.communicator.rank == 3:
             raise KeyError("of this rank")
         return of_piece(transport, piece)
 

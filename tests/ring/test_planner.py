@@ -309,13 +309,12 @@ def test_what_is_made_ahead_pushes_out_nothing_and_is_bounded():
 
 
 def test_turns_are_of_equal_keys_and_leave_nothing():
-    turns = planner.Turns()
-    with turns.of("a"), turns.of("b"):
-        waiting = threading.Thread(target=lambda: turns.of("a").__enter__())
+    with planner.in_turn("a"), planner.in_turn("b"):
+        waiting = threading.Thread(target=lambda: planner.in_turn("a").__enter__())
         waiting.start()
         waiting.join(0.1)
         assert waiting.is_alive()
     waiting.join(PROMPTLY)
     assert not waiting.is_alive()
     gc.collect()
-    assert not turns._turns
+    assert not planner._TURNS
