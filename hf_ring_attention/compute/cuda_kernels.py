@@ -22,9 +22,8 @@ class CudaFlash:
     joining: Joining | None = PACKED
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, totals: Results | None = None) -> Results:
-        value_dim, width = v.shape[-1], _round_up(max(q.shape[-1], v.shape[-1]), 8)
-        packed = _as_packed(call.lengths)
-        q, k, v = (_by_token(widened(x, width), packed) for x in (unfolded(q, call.fold_size), k, v))
+        value_dim, width, packed = v.shape[-1], max(q.shape[-1], v.shape[-1]), _as_packed(call.lengths)
+        q, k, v = (_by_token(x, width, packed) for x in (unfolded(q, call.fold_size), k, v))
         out, lse, *_ = aten._flash_attention_forward(
             q, k, v, *_sequences(q, k, packed), 0.0, call.shape == "causal", False, scale=call.scale,
             **_window_of_band(q, k, call.shape, packed),
@@ -34,9 +33,8 @@ class CudaFlash:
 
     def backward(self, dout: Tensor, saved: Saved, call: KernelCall, sums: Gradients | None = None) -> Gradients:
         dout, (q, k, v, out, lse) = unfolded_queries(dout, saved, call.fold_size)
-        head_dim, value_dim = q.shape[-1], v.shape[-1]
-        width, packed = _round_up(max(head_dim, value_dim), 8), _as_packed(call.lengths)
-        dout, q, k, v, out = (_by_token(widened(x, width), packed) for x in (dout, q, k, v, out))
+        head_dim, value_dim, packed = q.shape[-1], v.shape[-1], _as_packed(call.lengths)
+        dout, q, k, v, out = (_by_token(x, max(head_dim, value_dim), packed) for x in (dout, q, k, v, out))
         unused = _no_random_state(q)
         grads = aten._flash_attention_backward(
             dout, q, k, v, out, lse.contiguous() if packed is None else lse[0].contiguous(), *_sequences(q, k, packed),
@@ -46,11 +44,12 @@ class CudaFlash:
         return added((folded(dq[..., :head_dim], call.fold_size), dk[..., :head_dim], dv[..., :value_dim]), sums)
 
 
-def _aligned(x: Tensor) -> Tensor:
-    """Returns x, or a copy of it if its rows are strided or do not begin at multiples of 16 bytes.
+def _aligned(x: Tensor, width: int) -> Tensor:
+    """Returns x with zero columns up to a multiple of 8; a copy if its rows are strided or not at multiples of 16 bytes.
 
     CUDA's attention kernels read 16 bytes at once: some of them check the alignment, and others fail in the middle of a run.
     """
+    x = widened(x, _round_up(width, 8))
     block = 16 // x.element_size()
     if x.stride(-1) == 1 and not any(start % block for start in (x.storage_offset(), *x.stride()[:-1])):
         return x
@@ -62,20 +61,15 @@ def _as_packed(lengths: Lengths | None) -> Packed | None:
     return lengths
 
 
-def _by_token(x: Tensor, packed: Packed | None) -> Tensor:
-    """Returns [T, L, H, D] of x [T, H, L, D], or [L, H, D] of tiles that are packed, as FlashAttention takes them."""
-    x = _aligned(x).transpose(1, 2)
+def _by_token(x: Tensor, width: int, packed: Packed | None) -> Tensor:
+    """Returns [T, L, H, width] of x [T, H, L, D], or [L, H, width] of tiles that are packed, as FlashAttention takes them."""
+    x = _aligned(x, width).transpose(1, 2)
     return x if packed is None else x[0]
 
 
 def _sequences(q: Tensor, k: Tensor, packed: Packed | None) -> tuple[Tensor | None, Tensor | None, int, int]:
     """Returns the ends of packed tiles in q and in k, and the longest lengths, in the order of FlashAttention's arguments."""
     return (None, None, q.shape[1], k.shape[1]) if packed is None else packed
-
-
-def _stored_by_token(x: Tensor) -> Tensor:
-    """Returns x [T, H, L, D], stored as [T, L, H, D] without gaps."""
-    return _aligned(x.transpose(1, 2).contiguous()).transpose(1, 2)
 
 
 def _no_random_state(q: Tensor) -> Tensor:
@@ -118,13 +112,10 @@ class CudaEfficient(MaskedKernel):
 
     def forward_masked(self, q: Tensor, k: Tensor, v: Tensor, call: Masked) -> Results:
         head_dim, value_dim, group = q.shape[-1], v.shape[-1], q.shape[1] // k.shape[1]
-        q, k = (_aligned(widened(x, _round_up(head_dim, 8))) for x in (q, k))
-        v, bias = _aligned(widened(v, _round_up(value_dim, 8))), self._bias(call.mask, k)
+        q, k, v = _aligned(q, head_dim), _aligned(k, head_dim), _aligned(v, value_dim)
+        bias, operator = self._bias(call.mask, k), aten._scaled_dot_product_efficient_attention
         parts = [
-            aten._scaled_dot_product_efficient_attention(member, k, v, bias, True, 0.0, call.causal, scale=call.scale)[
-                :2
-            ]
-            for member in _members(q, group)
+            operator(member, k, v, bias, True, 0.0, call.causal, scale=call.scale)[:2] for member in _members(q, group)
         ]
         out, lse = (torch.stack(part, 2).flatten(1, 2) for part in zip(*parts))
         return out[..., :value_dim], lse[..., : q.shape[2]]
@@ -132,15 +123,14 @@ class CudaEfficient(MaskedKernel):
     def backward_masked(self, dout: Tensor, saved: Saved, call: Masked) -> Gradients:
         q, k, v, out, lse = saved
         head_dim, value_dim, group = q.shape[-1], v.shape[-1], q.shape[1] // k.shape[1]
-        q, k = (_aligned(widened(x, _round_up(head_dim, 8))) for x in (q, k))
-        dout, v, out = (widened(x, _round_up(value_dim, 8)) for x in (dout, v, out))
-        dout, v = _aligned(dout), _aligned(v)
+        q, k, v, dout = (_aligned(x, x.shape[-1]) for x in (q, k, v, dout))
         length, bias = lse.shape[-1], self._bias(call.mask, k)
         lse = F.pad(lse, (0, _round_up(length, self.lse_block) - length), value=torch.inf)
         unused = _no_random_state(q)
         parts = [
             aten._scaled_dot_product_efficient_attention_backward(
-                dout_, q_, k, v, bias, _stored_by_token(out_), lse_.contiguous(), unused, unused, 0.0,
+                dout_, q_, k, v, bias, _aligned(out_.transpose(1, 2).contiguous(), value_dim).transpose(1, 2),
+                lse_.contiguous(), unused, unused, 0.0,
                 [True, True, True, False], call.causal, scale=call.scale,
             )[:3]
             for dout_, q_, out_, lse_ in zip(*(_members(x, group) for x in (dout, q, out, lse)))

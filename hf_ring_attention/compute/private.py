@@ -73,19 +73,15 @@ def _has(place: Any, name: str) -> bool:
     return hasattr(place, name)
 
 
-def _at(place: str) -> Any:
-    """Returns the object of this name; None if there is none."""
-    try:
-        return resolve_name(place)
-    except (ImportError, AttributeError):
-        return None
-
-
 def check(library: str, found: Mapping[str, Any] | None = None) -> None:
     """Raises ImportError for the names in `PROBED` that a library lacks; `found` has places that no name leads to."""
-    places = {place: _at(place) for place in PROBED[library]} if found is None else found
-    expected = PROBED[library]
-    missing = [f"{place}.{name}" for place in places for name in expected[place] if not _has(places[place], name)]
+    missing = []
+    for place in PROBED[library] if found is None else found:
+        try:
+            there = resolve_name(place) if found is None else found[place]
+        except (ImportError, AttributeError):
+            there = None
+        missing += [f"{place}.{name}" for name in PROBED[library][place] if not _has(there, name)]
     if missing:
         root = library.partition(".")[0]
         raise ImportError(

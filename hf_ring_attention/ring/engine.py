@@ -52,7 +52,7 @@ class RingAttention(torch.autograd.Function):
             passes = [forward_pass(q, k, v, sinks, execution)]
             *_, out, lse = passes[0]
         ctx.save_for_backward(sinks, *itertools.chain.from_iterable(passes))
-        ctx.execution = execution
+        ctx.execution, ctx.tensors_of_a_pass = execution, len(passes[0])
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -63,7 +63,7 @@ class RingAttention(torch.autograd.Function):
         execution: Execution = ctx.execution
         if execution.before_backward is not None:
             execution.before_backward()
-        passes = [Saved(*tensors) for tensors in zip(*[iter(saved)] * len(Saved._fields))]
+        passes = [Saved(*tensors) for tensors in zip(*[iter(saved)] * ctx.tensors_of_a_pass)]
         if isinstance(execution.transport, HeadsTransport):
             *grads, dsinks = _heads_backward(dout, passes, sinks, execution)
         else:
