@@ -144,7 +144,7 @@ class _Stretches(NamedTuple):
 
 
 def _cut(q: Tensor, k: Tensor, fold_size: int, share: int) -> Iterator[tuple[_Stretches, list[_Part], Tensor | None]]:
-    """Yields stretches of a band with the parts and the mask of their keys: all stretches of equal rows, and one of the rest."""
+    """Yields stretches of a band with the parts and the mask of their keys: all equal stretches, and one of the rest."""
     num_queries = q.shape[2] // fold_size
     width = k.shape[2] - num_queries + 1
     rows = min(max(width // share // ROWS_OF_A_BLOCK * ROWS_OF_A_BLOCK, FEWEST_ROWS), MOST_ROWS)

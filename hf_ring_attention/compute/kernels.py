@@ -80,7 +80,7 @@ class Math:
             yield slice(start, stop), slice(*keys), hidden
 
     def _scores(self, q: Tensor, k: Tensor, scale: float, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Returns scores [T, Hkv, g, rows, keys] of q [T, Hkv, g, rows, D] and k [T, Hkv, keys, D], and their tanh if capped."""
+        """Returns scores [T, Hkv, g, rows, keys] of q [T, Hkv, g, rows, D], k [T, Hkv, keys, D], and their tanh if capped."""
         scores, tanh = q @ k[:, :, None].mT * scale, None
         if self.softcap is not None:
             tanh = torch.tanh(scores / self.softcap)

@@ -28,7 +28,7 @@ PROBED: dict[str, dict[str, tuple[str, ...]]] = {
         "torch.nn.Module": ("_call_impl",),
         "torch.nn.Module.__init__": (*_HOOKS_BEFORE, *_HOOKS_AFTER),
         "torch.Tensor": ("_make_wrapper_subclass", "_version"),
-        "torch.utils": ("_python_dispatch", "_pytree"),
+        "torch.utils": ("_pytree",),
         "torch.ops.aten": (
             "_scaled_dot_product_flash_attention_for_cpu",
             "_scaled_dot_product_flash_attention_for_cpu_backward",
@@ -240,8 +240,6 @@ if dist.is_available():
     check("torch.distributed")
 if dist.is_available() and dist.is_gloo_available():
     check("torch.gloo")
-#: The base class of modes that see every operation; torch documents it, but keeps it in a private module.
-TorchDispatchMode: Any = torch.utils._python_dispatch.TorchDispatchMode
 #: Applies a function to each value inside lists, tuples and dicts.
 tree_map: Any = torch.utils._pytree.tree_map
 #: Makes a tensor of a class, a shape, a dtype and a device without numbers.

@@ -58,16 +58,9 @@ class SequenceLayout:
             self._check_pieces(row)
 
     def _check_pieces(self, row: RowPieces) -> None:
-        sizes = [sum(map(len, pieces)) for pieces in row]
-        ends = [
-            0,
-            *(
-                end
-                for piece in sorted(itertools.chain(*row), key=lambda piece: piece.start)
-                for end in (piece.start, piece.stop)
-            ),
-        ]
-        tokens = self.padded_len
+        sizes = [sum(map(len, own)) for own in row]
+        pieces = sorted(itertools.chain(*row), key=lambda piece: piece.start)
+        ends, tokens = [0, *(end for piece in pieces for end in (piece.start, piece.stop))], self.padded_len
         if sizes != [self.local_len] * self.world_size or ends[::2] != [*ends[1::2], tokens]:
             raise ValueError(
                 f"SequenceLayout: the pieces of a row must cover its {tokens} tokens, {self.local_len} on each of "
