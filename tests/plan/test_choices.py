@@ -44,10 +44,6 @@ def test_layout(pattern, kind):
         assert contiguous <= 1.05
 
 
-def test_layout_of_one_rank():
-    assert choose_layout(1000, 1, Pattern.exact()).choice == "contiguous"
-
-
 @pytest.mark.parametrize(
     ("name", "case", "choice", "reason"),
     [
@@ -78,13 +74,6 @@ def test_transport(name, case, choice, reason):
     decision = choose_transport(case, SIZES)
     assert decision.choice == choice, name
     assert re.search(reason, decision.reason), decision
-
-
-def test_bytes_decide_not_tokens():
-    """The same rows at twice the width cross the border."""
-    case = problem(Pattern.exact(), 2048, 8)
-    assert choose_transport(case, SIZES).choice == "collective"  # 7 MiB
-    assert choose_transport(case, RowBytes(1024, 2048)).choice == "ring"
 
 
 def test_heads_are_exchanged_where_others_would_wait():

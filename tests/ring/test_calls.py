@@ -214,16 +214,8 @@ def check_compiled(ring, seed):
         torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
 
 
-def check_compiled_in_a_process(rank, seed):
-    check_compiled(ra.Ring(transport="ring"), seed)
-
-
 # Dynamo asks every tensor that comes in for its gradient, and warns of it.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_compiled_on_one_rank(rng, monkeypatch):
     forget_modes(monkeypatch)
     check_compiled(ra.Ring(), rng.randrange(2**32))
-
-
-def test_compiled_on_two_ranks(ranks, rng):
-    ranks.run(check_compiled_in_a_process, 2, rng.randrange(2**32))

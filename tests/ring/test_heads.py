@@ -9,9 +9,7 @@ import torch
 
 import hf_ring_attention as ra
 from hf_ring_attention.plan import choices
-from hf_ring_attention.plan.heads import heads_pairs, pieces_of
-from hf_ring_attention.plan.plans import plan_rank
-from hf_ring_attention.plan.problem import Problem, RingSettings
+from hf_ring_attention.plan.problem import RingSettings
 from hf_ring_attention.plan.traffic import RowBytes
 from hf_ring_attention.transport.heads import HeadsTransport
 from tests.support.cases import check_cases, fitting_case, random_case, with_heads
@@ -108,34 +106,6 @@ def test_reference_case():
     # In groups of 4 each rank has 8 query and 2 key/value heads of 65536 tokens, and needs these keys of the other group.
     groups = ra.explain("exact", **call, transport="heads", heads=4, layout="zigzag")
     assert groups.ranks[0].heads.forward.received / 2**20 == 16384 * 3 * (8 + 2) * 512 / 2**20 + 65536 * 2 * 512 / 2**20
-
-
-def test_every_rank_works_alike_on_packed_rows(rng):
-    cuts = sorted(rng.sample(range(1, 4096), 20))
-    documents = (tuple(zip([0, *cuts], [*cuts, 4096], strict=True)),)
-    for pattern in ("exact", "window:64+4"):
-        layout = ra.SequenceLayout("zigzag", 4096, 8)
-        problem = Problem(ra.Pattern.parse(pattern), layout, documents, num_heads=32, num_kv_heads=8)
-        assert len({heads_pairs(problem, rank) for rank in range(8)}) == 1
-        assert sum(heads_pairs(problem, rank) for rank in range(8)) == sum(
-            plan_rank(problem, rank).pairs for rank in range(8)
-        )
-
-
-def test_pieces_are_all_heads_once(rng):
-    for _ in range(50):
-        world_size = rng.randint(1, 8)
-        case = fitting_case(rng, world_size)
-        problem = case.problem(
-            ra.SequenceLayout("contiguous", case.seq_len, world_size), SETTINGS[rng.choice([*SETTINGS])]
-        )
-        pieces = [pieces_of(problem, rank) for rank in range(world_size)]
-        assert [head for of_rank in pieces for piece in of_rank for head in piece.query] == list(range(case.num_heads))
-        group = case.num_heads // case.num_kv_heads
-        for of_rank in pieces:
-            assert [len(piece.query) for piece in of_rank] == [len(piece.query) for piece in pieces[0]]
-            for piece in of_rank:
-                assert {head // group for head in piece.query} == set(piece.kv)
 
 
 @pytest.mark.parametrize(

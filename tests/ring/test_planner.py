@@ -121,14 +121,6 @@ def test_kinds_that_no_longer_come_are_forgotten(calls):
     assert calls.ring.bindings.nbytes_ahead == 0
 
 
-def test_kinds_whose_rows_are_never_the_expected_ones_rest(calls):
-    for documents in BATCHES[:4]:
-        calls.expect(documents)
-        calls.call([[(0, 9)]], rows=calls.q[:, :, :9])
-    calls.ring.planner.wait()
-    assert calls.makers == [threading.current_thread()]
-
-
 def test_a_call_waits_for_the_binding_under_way_and_counts_it():
     calls = ra.Ring.alone()
     q = torch.randn(1, 2, LENGTH, 8)
@@ -272,26 +264,6 @@ def test_the_one_used_longest_ago_goes_where_they_are_too_large_or_have_too_many
     kept.of(of_size, "c", 1)
     assert kept.of(of_size, "a", 4) is first and kept.nbytes == 40
     assert kept.of(of_size, "b", 4) is not second
-
-
-def test_one_that_is_too_large_is_kept_until_the_next():
-    kept = Bindings(max_bytes=8)
-    large = kept.of(of_size, "a", 9)
-    assert kept.of(of_size, "a", 9) is large and kept.nbytes == 72
-    kept.of(of_size, "b", 1)
-    assert kept.nbytes == 8
-
-
-def test_a_ring_counts_its_row_numbers_and_layers_share_them():
-    ring = ra.Ring.alone()
-    q, k, v = (torch.randn(1, 2, 32, 8) for _ in range(3))
-    pattern = ra.Pattern.pyramid(4, levels=2, ratio=2)
-    assert ring.bindings.nbytes == 0
-    ra.ring_attention(q, k, v, pattern=pattern, ring=ring)
-    kept = ring.bindings.nbytes
-    assert kept > 0
-    ra.ring_attention(q, k, v, pattern=pattern, ring=ring)
-    assert ring.bindings.nbytes == kept
 
 
 def test_what_is_made_ahead_pushes_out_nothing_and_is_bounded():
