@@ -44,13 +44,6 @@ def without_keys(part, rows):
     return out.masked_fill(rows.unsqueeze(-1), 0), lse.masked_fill(rows, -torch.inf)
 
 
-@pytest.mark.parametrize("count", [1, 2, 7])
-def test_merging_is_logsumexp(count, generator):
-    parts = random_parts(count, generator)
-    for got, want in zip(merged(parts), by_logsumexp(parts), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-13)
-
-
 def test_rows_without_a_key(generator):
     """On either side, on both, and between parts that have keys."""
     parts = random_parts(5, generator)
@@ -98,22 +91,6 @@ def test_extreme_scores(dtype):
         rounding = 4 * torch.finfo(dtype).eps
         torch.testing.assert_close(out.double(), want_out, rtol=rounding, atol=rounding)
         torch.testing.assert_close(lse.double(), want_lse, rtol=rounding, atol=rounding)
-
-
-def test_views_are_merged_in_place(generator):
-    """out and lse as windows into longer rows, in another order of dimensions; the rows beside them stay."""
-    parts = random_parts(2, generator, shape=(2, 5, 3))
-    whole_out, whole_lse = torch.full((2, 3, 9, 8), 7.0).double(), torch.full((2, 3, 9), 7.0).double()
-    whole_out[:, :, 2:7], whole_lse[:, :, 2:7] = 0.0, -torch.inf
-    out, lse = (x[:, :, 2:7].transpose(1, 2) for x in (whole_out, whole_lse))
-    assert not lse.is_contiguous()
-    for part in parts:
-        merge_(out, lse, *part)
-    for got, want in zip((out, lse), by_logsumexp(parts), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-13)
-    for whole in (whole_out, whole_lse):
-        assert torch.all(whole[:, :, :2] == 7)
-        assert torch.all(whole[:, :, 7:] == 7)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -9,15 +9,12 @@ import torch
 
 import hf_ring_attention as ra
 from hf_ring_attention.plan import choices
-from hf_ring_attention.plan.problem import RingSettings
 from hf_ring_attention.plan.traffic import RowBytes
 from hf_ring_attention.transport.heads import HeadsTransport
 from tests.support.cases import check_cases, fitting_case, random_case, with_heads
 from tests.support.ranks import run_simulated
 
 LAYOUTS = ("contiguous", "zigzag", "documents")
-#: As few heads in a piece as can be, or all in one.
-SETTINGS = {"pieces": RingSettings(rows_of_a_head_group=1), "whole": RingSettings(rows_of_a_head_group=10**9)}
 
 
 def fitting_cases(rng, world_size, count, dtype=torch.float64):
