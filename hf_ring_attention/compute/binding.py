@@ -14,7 +14,7 @@ from ..plan.joins import Joining, joined
 from ..plan.plans import TileBatch, remote_tiles, tiles_from
 from ..plan.problem import Problem
 from ..plan.tiles import Shape
-from .rows import IndexRows, Lengths, Packed, Rows, ViewRows
+from .rows import IndexRows, Lengths, Packed, Rows, ViewRows, explicit_rows
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Binder:
 
         def keys(batch: TileBatch) -> IndexRows:
             rows = IndexRows(batch.num_keys, self._first_rows(batch, self.key_rows, "keys"), batch.key_stride)
-            return rows if self.problem.held is None else _explicit(rows.numbers())
+            return rows if self.problem.held is None else explicit_rows(rows.numbers())
 
         return self.calls(batches, lambda batch: self.view(batch, heads, heads.start, 0), keys)
 
@@ -98,11 +98,11 @@ class Binder:
                 for lengths in (num_queries, num_keys)
             )
             lengths = Packed(*ends, max(num_queries), max(num_keys))
-            return BoundBatch(_explicit(rows[None]), _explicit(own_keys[None]), shape, lengths=lengths)
-        padded_keys = _explicit(torch.cat([_padded(x, max(num_keys)) for x in keys]))
+            return BoundBatch(explicit_rows(rows[None]), explicit_rows(own_keys[None]), shape, lengths=lengths)
+        padded_keys = explicit_rows(torch.cat([_padded(x, max(num_keys)) for x in keys]))
         if shape == "full":
             key_lengths = torch.tensor(num_keys, device=self.device)
-            return BoundBatch(_explicit(torch.cat(queries)), padded_keys, shape, fold_size, key_lengths)
+            return BoundBatch(explicit_rows(torch.cat(queries)), padded_keys, shape, fold_size, key_lengths)
         longest = max(num_queries) * fold_size
         rows = torch.cat([_padded(x, longest) for x in queries])
         lengths_of_tiles = torch.tensor(num_queries)[:, None] * fold_size
@@ -122,7 +122,7 @@ class Binder:
         first = self._first_rows(batch, self.query_rows, "queries")
         rows = IndexRows(batch.num_queries * batch.fold_size, first, batch.query_stride, batch.fold_size)
         # With held keys, queries are few: all their numbers are kept, once for all layers.
-        return rows if self.problem.held is None else _explicit(rows.numbers())
+        return rows if self.problem.held is None else explicit_rows(rows.numbers())
 
     def view(self, batch: TileBatch, heads: range, first_key_head: int, first_key: int) -> BoundBatch | None:
         """Returns rows as views if the tiles take all batch rows and these heads at equal distances; else None.
@@ -160,11 +160,6 @@ class Binder:
         """Returns the key rows, [tiles, 1, L], as their numbers in a [B, Hkv, length] tensor."""
         first = self._first_rows(batch, length, "keys")
         return first.unsqueeze(-1) + torch.arange(batch.num_keys, device=self.device) * batch.key_stride
-
-
-def _explicit(rows: Tensor) -> IndexRows:
-    """Returns rows by their numbers, [tiles, heads, L]."""
-    return IndexRows(rows.shape[-1], rows=rows)
 
 
 def _by_head(rows: Tensor) -> Tensor:

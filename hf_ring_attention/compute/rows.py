@@ -158,6 +158,11 @@ class IndexRows:
             yield replace(self, first=first_rows, rows=rows)
 
 
+def explicit_rows(rows: Tensor) -> IndexRows:
+    """Returns rows by their numbers, [tiles, heads, L]."""
+    return IndexRows(rows.shape[-1], rows=rows)
+
+
 #: Rows of one side, queries or keys, of a tile batch.
 Rows = ViewRows | IndexRows
 

@@ -104,9 +104,8 @@ class Options(NamedTuple):
     """The arguments of `ring_attention` beside tensors.
 
     Attributes:
-        held: the tokens whose keys k [B, Hkv, `held.num_rows`, D] and v hold, if they come from a cache, for the
-            m = `held.num_queries` tokens of q [B, H, m, D]. One rank holds each token. `documents` then divide the sequence
-            of `held.row_len` tokens, and `layout` is not used.
+        held: the tokens whose keys k [B, Hkv, `held.num_rows`, D] and v hold, if they come from a cache, for the last
+            m = `held.num_queries` tokens, of q [B, H, m, D]. `documents` then divide `held.row_len` tokens, without `layout`.
     """
 
     pattern: Pattern | str
@@ -162,9 +161,8 @@ class CheckedCall:
 def checked_call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Options) -> CheckedCall:
     """Checks a call of `ring_attention` on all ranks, and plans it.
 
-    With keys from a cache, the queries are a sequence's last tokens. On a ring every rank then has the same queries and its own
-    part of the keys. Ranks merge their results, so one row of (out, lse) moves for each query and rank, whatever the length of
-    the cache.
+    With keys from a cache, every rank of a ring has the same queries and its own part of the keys. Ranks merge their results,
+    so one row of (out, lse) moves for each query and rank, whatever the length of the cache.
     """
     ring, held, scale, softcap = options.ring or _ALONE, options.held, options.scale, options.softcap
     with ring.agreement(FORWARD, by_digest=True) as call:

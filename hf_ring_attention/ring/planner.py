@@ -76,9 +76,8 @@ def _decided(transport: str, key: CallKey, rank: int) -> tuple[Decision, tuple[A
 class Planner:
     """Plans the calls of one rank: each call when it comes, and calls of expected batches before, in a thread of its own.
 
-    Calls teach it the kinds of calls: all of a problem but its rows. `expect` announces the rows of a coming batch, and the
-    planner plans them for all kinds of the last few batches. It only makes bindings: it changes no result, and talks to no
-    other rank. The thread ends when all is planned, so none is left between batches.
+    Calls teach it the kinds of calls. `expect` announces the rows of a coming batch, and the planner plans them for all kinds
+    of the last few batches. It changes no result, and talks to no other rank. The thread ends when all is planned.
     """
 
     def __init__(self, transport: str, communicator: Communicator | None, bindings: Bindings, traffic: Traffic) -> None:
@@ -135,8 +134,7 @@ class Planner:
     def expect(self, layout: SequenceLayout, documents: Documents) -> None:
         """Plans the calls of a coming batch, of all kinds that came in the last few rounds, and returns at once.
 
-        A batch may be announced several times. A kind whose calls come with other rows than the expected ones, as in a model
-        of images, is not planned: its plans would meet no call.
+        A batch may be announced several times. A kind that comes with other rows, as in a model of images, is not planned.
         """
         rows = layout, documents
         with self._lock:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..compute.binding import Binder, BoundBatch, OwnBinding, bind_own
 from ..compute.merge import accumulation_dtype
-from ..compute.rows import IndexRows
+from ..compute.rows import IndexRows, explicit_rows
 from ..plan.joins import Joining
 from ..plan.plans import TileBatch, plan_rank
 from ..plan.problem import Problem
@@ -53,8 +53,7 @@ def bind_collective(problem: Problem, rank: int, device: torch.device, joining: 
     numbers, places = torch.sort(torch.cat(whole))
 
     def arrived(batch: TileBatch) -> IndexRows:
-        rows = places[torch.searchsorted(numbers, binder.key_numbers(batch, layout.padded_len))]
-        return IndexRows(batch.num_keys, rows=rows)
+        return explicit_rows(places[torch.searchsorted(numbers, binder.key_numbers(batch, layout.padded_len))])
 
     return CollectiveBinding(
         own=bind_own(problem, rank, device, joining),
@@ -67,11 +66,7 @@ def bind_collective(problem: Problem, rank: int, device: torch.device, joining: 
 
 
 class CollectiveTransport:
-    """Exchanges the needed rows of all ranks by one all-to-all in forward, and by two in backward.
-
-    Memory and traffic count the needed rows only. K and V travel side by side in one message, gradients in the accumulation
-    dtype.
-    """
+    """Exchanges the needed rows of all ranks, keys beside values, by one all-to-all in forward, and by two in backward."""
 
     def __init__(self, binding: CollectiveBinding, communicator: Communicator, traffic: Traffic) -> None:
         self.binding = binding

@@ -50,18 +50,16 @@ class Communicator(Protocol):
 def companion_of(group: dist.ProcessGroup) -> Any:
     """Returns gloo's connection of the ranks of a group that takes no CPU tensors, as "nccl"; None for a group that does.
 
-    All ranks of the group must make it together, and no other rank. `dist.new_group` cannot make it: without the other ranks
-    of the world it names a group by a count that may differ between ranks. The name of `group` is the same on all.
+    All ranks of the group make it together, and no other rank. `dist.new_group` cannot: without the other ranks of the world
+    it names a group by a count that may differ between ranks. The name of `group` is the same on all.
     """
     if "cpu" in (served.partition(":")[0] for served in dist.get_backend_config(group).split(",")):
         return None
-    companion = _COMPANIONS.get(group)
-    if companion is None:
+    if group not in _COMPANIONS:
         store = dist.PrefixStore(f"hf_ring_attention/{group.group_name}", default_store())
         # The group's own timeout: who waits longer for a device may wait as long for the comparison before.
-        companion = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout_of(group))
-        _COMPANIONS[group] = companion
-    return companion
+        _COMPANIONS[group] = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout_of(group))
+    return _COMPANIONS[group]
 
 
 def _wait(works: list[tuple[dist.Work, str]]) -> None:

@@ -23,10 +23,10 @@ Finish = Callable[[], list[Tensor]]
 
 @dataclass(frozen=True)
 class HeadsPiece:
-    """Heads that are exchanged and computed together: the heads of each member of a group, and the steps of its ring."""
+    """Heads that are exchanged and computed together."""
 
-    of_ranks: tuple[Heads, ...]
-    ring: RingBinding
+    of_ranks: tuple[Heads, ...]  # of each member of a group
+    ring: RingBinding  # the steps round the ring of the ranks that have them
 
 
 class RowsOfRun(NamedTuple):

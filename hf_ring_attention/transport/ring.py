@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..compute.binding import Binder, BoundBatch, bind_own
 from ..compute.merge import accumulation_dtype
-from ..compute.rows import IndexRows
+from ..compute.rows import explicit_rows
 from ..plan.joins import Joining
 from ..plan.plans import TileBatch, of_heads, tiles_from
 from ..plan.problem import Problem
@@ -60,15 +60,11 @@ def _with_payload(
     binder: Binder, batches: tuple[TileBatch, ...], heads: range, payload: Payload
 ) -> tuple[BoundBatch, ...]:
     """Returns the kernel calls of tiles of these heads with a payload's keys; tiles number keys as its source does."""
-    first = payload.first
-
-    def view(batch: TileBatch) -> BoundBatch | None:
-        return None if first is None else binder.view(batch, heads, 0, first)
-
-    def keys(batch: TileBatch) -> IndexRows:
-        return IndexRows(batch.num_keys, rows=payload.places(binder.key_numbers(batch, binder.key_rows)))
-
-    return binder.calls(batches, view, keys)
+    return binder.calls(
+        batches,
+        lambda batch: None if payload.first is None else binder.view(batch, heads, 0, payload.first),
+        lambda batch: explicit_rows(payload.places(binder.key_numbers(batch, binder.key_rows))),
+    )
 
 
 def bind_ring(problem: Problem, rank: int, device: torch.device, joining: Joining | None) -> RingBinding:
@@ -126,9 +122,9 @@ def _lap_steps(problem: Problem, rank: int, device: torch.device, joining: Joini
 class RingTransport:
     """Rows travel from neighbour to neighbour, each as far as its last reader; gradients follow them, and come home.
 
-    While the caller computes with one payload, the next is under way: two payloads are held, whatever the number of
-    ranks. K and V travel in one message. In backward they travel again; the gradients of a payload's rows follow one
-    computation behind, in the accumulation dtype, and the last rank to use a row sends its gradient to the row's owner.
+    While the caller computes with one payload, the next is under way: two payloads are held, whatever the number of ranks. In
+    backward, the gradients of a payload's rows follow one computation behind, in the accumulation dtype, and the last rank to
+    use a row sends its gradient to the row's owner.
     """
 
     def __init__(
@@ -165,10 +161,8 @@ class RingTransport:
 
     def steps(self, k: Tensor, v: Tensor, gradients: StepGradients = None) -> Iterator[Step]:
         if gradients is not None:
-            yield from self._backward(k, v, gradients)
-            return
-        for step, _, keys, values in self._travel(k, v, "forward"):
-            yield Step(keys, values, step.batches)
+            return self._backward(k, v, gradients)
+        return (Step(keys, values, step.batches) for step, _, keys, values in self._travel(k, v, "forward"))
 
     def _backward(self, k: Tensor, v: Tensor, own: tuple[Tensor, Tensor]) -> Iterator[Step]:
         steps, widths = self.binding.steps, (k.shape[-1], v.shape[-1])

@@ -48,10 +48,8 @@ class RowSet:
     def of(cls, numbers: Tensor, total: int) -> RowSet:
         """Makes the set of these ascending numbers, of `total` rows."""
         count = len(numbers)
-        if count == total:
-            return cls(count)
-        if not count:
-            return cls(0, numbers)
+        if count in (0, total):
+            return cls(count, None if count else numbers)
         breaks = torch.nonzero(numbers[1:] != numbers[:-1] + 1).flatten()
         length = int(breaks[0]) + 1 if len(breaks) else count
         starts = numbers[::length]
