@@ -93,11 +93,11 @@ class Binder:
             # The rows of a fold are heads of their own, which share the keys as grouped heads do.
             rows = torch.cat([_by_head(x.unflatten(2, (-1, fold_size)).movedim(3, 2)) for x in queries], -1)
             own_keys = torch.cat([_by_head(x.unsqueeze(2)) for x in keys], -1)
-            ends = (
+            query_ends, key_ends = (
                 torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=self.device)
                 for lengths in (num_queries, num_keys)
             )
-            lengths = Packed(*ends, max(num_queries), max(num_keys))
+            lengths = Packed(query_ends, key_ends, max(num_queries), max(num_keys))
             return BoundBatch(explicit_rows(rows[None]), explicit_rows(own_keys[None]), shape, lengths=lengths)
         padded_keys = explicit_rows(torch.cat([_padded(x, max(num_keys)) for x in keys]))
         if shape == "full":

@@ -35,7 +35,7 @@ class CudaFlash:
         dout, (q, k, v, out, lse) = unfolded_queries(dout, saved, call.fold_size)
         head_dim, value_dim, packed = q.shape[-1], v.shape[-1], _as_packed(call.lengths)
         dout, q, k, v, out = (_by_token(x, max(head_dim, value_dim), packed) for x in (dout, q, k, v, out))
-        unused = _no_random_state(q)
+        unused = q.new_empty((), dtype=torch.int64)  # the random state of dropout, which is off
         grads = aten._flash_attention_backward(
             dout, q, k, v, out, lse.contiguous() if packed is None else lse[0].contiguous(), *_sequences(q, k, packed),
             0.0, call.shape == "causal", unused, unused, scale=call.scale, **_window_of_band(q, k, call.shape, packed),
@@ -70,11 +70,6 @@ def _by_token(x: Tensor, width: int, packed: Packed | None) -> Tensor:
 def _sequences(q: Tensor, k: Tensor, packed: Packed | None) -> tuple[Tensor | None, Tensor | None, int, int]:
     """Returns the ends of packed tiles in q and in k, and the longest lengths, in the order of FlashAttention's arguments."""
     return (None, None, q.shape[1], k.shape[1]) if packed is None else packed
-
-
-def _no_random_state(q: Tensor) -> Tensor:
-    """Returns a random state for dropout, which is off: operators do not read it."""
-    return q.new_empty((), dtype=torch.int64)
 
 
 def _window_of_band(q: Tensor, k: Tensor, shape: Shape, packed: Packed | None) -> dict[str, int]:
@@ -126,7 +121,7 @@ class CudaEfficient(MaskedKernel):
         q, k, v, dout = (_aligned(x, x.shape[-1]) for x in (q, k, v, dout))
         length, bias = lse.shape[-1], self._bias(call.mask, k)
         lse = F.pad(lse, (0, _round_up(length, self.lse_block) - length), value=torch.inf)
-        unused = _no_random_state(q)
+        unused = q.new_empty((), dtype=torch.int64)  # the random state of dropout, which is off
         parts = [
             aten._scaled_dot_product_efficient_attention_backward(
                 dout_, q_, k, v, bias, _aligned(out_.transpose(1, 2).contiguous(), value_dim).transpose(1, 2),

@@ -90,9 +90,6 @@ def check(library: str, found: Mapping[str, Any] | None = None) -> None:
         )
 
 
-# ---- torch
-
-
 def version_of(x: Tensor) -> int:
     """Returns how often a tensor was written to; 0 for an inference tensor, which has no ._version."""
     return 0 if x.is_inference() else x._version
@@ -141,9 +138,6 @@ def from_bytes(content: Tensor, size: int, group: Any) -> Any:
 def timeout_of(group: Any) -> timedelta:
     """Returns how long the ranks of a process group wait for each other."""
     return group._get_backend(group._device_types[0]).options._timeout
-
-
-# ---- Transformers
 
 
 def implementation_of(config: Any) -> str | None:
@@ -207,9 +201,6 @@ def attentions_are_collected() -> bool:
     return "attentions" in (output_capturing._active_collector.get() or ())
 
 
-# ---- Accelerate
-
-
 def prepared_models(accelerator: Any) -> list[Any]:
     """Returns the models that an accelerator has prepared."""
     check("accelerate")
@@ -222,17 +213,11 @@ def is_prepared(loader: Any) -> bool:
     return bool(getattr(loader, "_is_accelerate_prepared", False))
 
 
-# ---- TRL
-
-
 def check_trl(trainer_class: Any) -> None:
     """Raises ImportError if a Trainer of TRL that generates lacks a private name that `training/trainer.py` overrides."""
     for kind in trainer_class.__mro__:
         if kind.__name__ in ("GRPOTrainer", "RLOOTrainer"):
             check("trl", {"GRPOTrainer": kind})
-
-
-# ---- names of torch that other modules use as they are
 
 
 check("torch")

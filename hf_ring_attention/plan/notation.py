@@ -58,12 +58,7 @@ def read(text: str) -> tuple[tuple[Branch, ...], dict[str, Any]]:
         raise ValueError(f"a pattern or its text was expected, got {shown(text)}. A text is one of: {FORMS}")
     body, *words = text.strip().split("@")
     name, colon, rest = body.partition(":")
-    readers = {
-        "window": _window,
-        "pyramid": _pyramid,
-        "longnet": _longnet,
-        "branches": lambda rest: tuple(map(_branch, rest.split(","))),
-    }
+    readers = {"window": _window, "pyramid": _pyramid, "longnet": _longnet, "branches": _branches}
     if name not in _FORMS:
         near = difflib.get_close_matches(name[:_LONGEST_SHOWN], _FORMS, 1)
         if near:
@@ -138,6 +133,10 @@ def _pyramid(rest: str) -> tuple[Branch, ...]:
 def _longnet(rest: str) -> tuple[Branch, ...]:
     pairs = [pair.partition("/") for pair in rest.split(",")]
     return longnet_branches([_length(length) for length, _, _ in pairs], [_number(rate) for _, _, rate in pairs])
+
+
+def _branches(rest: str) -> tuple[Branch, ...]:
+    return tuple(map(_branch, rest.split(",")))
 
 
 def _branch(text: str) -> Branch:

@@ -163,7 +163,7 @@ class MessagePool:
     def pack(self, rows: MessageRows, *selections: RowSet) -> list[MessageRows]:
         """Returns each selection of the rows as a message; a selection of all rows is their own message."""
         for i, selection in enumerate(selections):
-            if selection.index is selection.runs is None and rows.buffer is not None:
+            if selection.index is None and selection.runs is None and rows.buffer is not None:
                 return [rows if j == i else rows._replace(message=rows.message[:0]) for j in range(len(selections))]
         packed = self.take(*((1, 1, selection.count) for selection in selections))
         for selection, message in zip(selections, packed):
