@@ -132,11 +132,11 @@ class Binder:
         tiles = batch.as_one(self.batch, heads)
         if tiles is None:
             return None
-        rows = partial(ViewRows, batch=self.batch, copies=tiles.copies, advance=tiles.advance)
+        query_row, key_row, copies, advance = tiles
+        rows = partial(ViewRows, batch=self.batch, copies=copies, advance=advance)
         first_head, num_heads = heads.start * self.group, len(heads) * self.group
-        queries = rows(heads=num_heads, first_head=first_head, start=tiles.query_row, length=batch.num_queries)
-        first_row = tiles.key_row - first_key
-        keys = rows(heads=len(heads), first_head=first_key_head, start=first_row, length=batch.num_keys)
+        queries = rows(heads=num_heads, first_head=first_head, start=query_row, length=batch.num_queries)
+        keys = rows(heads=len(heads), first_head=first_key_head, start=key_row - first_key, length=batch.num_keys)
         return BoundBatch(queries, keys, batch.shape)
 
     def _first_rows(self, batch: TileBatch, length: int, side: str) -> Tensor:

@@ -100,6 +100,11 @@ class SequenceLayout:
         numbers = (rank,) if self.kind == "contiguous" else (rank, self.num_pieces - 1 - rank)
         return tuple(range(number * self.piece_len, (number + 1) * self.piece_len) for number in numbers)
 
+    def placed_pieces(self, rank: int, row: int = 0) -> list[tuple[int, range]]:
+        """Returns `pieces`, each behind the place of its first token among the rank's tokens."""
+        pieces = self.pieces(rank, row)
+        return list(zip(itertools.accumulate(map(len, pieces), initial=0), pieces))
+
     def positions(self, rank: int, row: int = 0) -> list[int]:
         """Returns the index in a batch row of each of the rank's `local_len` tokens; `seq_len` and above is padding."""
         return [index for piece in self.pieces(rank, row) for index in piece]

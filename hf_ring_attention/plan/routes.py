@@ -165,14 +165,8 @@ def _by_source(layout: SequenceLayout, batch_row: int, rows: int) -> list[int]:
         octets_of_piece = octets[piece.start // 8 : -(-piece.stop // 8)]
         return int.from_bytes(octets_of_piece, "little") >> piece.start % 8 & (1 << len(piece)) - 1
 
-    held = []
-    for source in range(layout.world_size):
-        bits = begin = 0
-        for piece in layout.pieces(source, batch_row):
-            bits |= local(piece) << begin
-            begin += len(piece)
-        held.append(bits)
-    return held
+    sources = (layout.placed_pieces(source, batch_row) for source in range(layout.world_size))
+    return [sum(local(piece) << place for place, piece in pieces) for pieces in sources]
 
 
 def needed(problem: Problem, rank: int, source: int) -> KeyRows:
