@@ -43,8 +43,10 @@ def bind_collective(problem: Problem, rank: int, device: torch.device, joining: 
     ranks = range(layout.world_size)
     send, receive = [rows_for(peer, rank) for peer in ranks], [rows_for(rank, peer) for peer in ranks]
     # Rows arrive by source, and by their number there; tiles number them as in the whole sequence.
-    whole = []
+    whole = [receive[rank]]  # It needs none of its own.
     for peer, numbers in enumerate(receive):
+        if not len(numbers):
+            continue
         rows = [layout.positions(peer, row) for row in range(len(layout.rows) or 1)]
         positions, local = torch.tensor(rows, device=device), numbers % layout.local_len
         row_of_head = numbers // layout.local_len
