@@ -47,9 +47,8 @@ def documents_of(documents: Sequence[Sequence[tuple[int, int]]] | None, seq_len:
     try:
         spans = tuple(tuple((index(start), index(stop)) for start, stop in row) for row in documents)
     except (TypeError, ValueError):
-        raise ValueError(
-            f"{who}: documents must be a list of (start, stop) for each batch row, got {documents!r}"
-        ) from None
+        message = f"{who}: documents must be a list of (start, stop) for each batch row, got {documents!r}"
+        raise ValueError(message) from None
     for row, spans_of_row in enumerate(spans):
         end = 0
         for start, stop in spans_of_row:

@@ -219,8 +219,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, sinks
     if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3]:
         raise ValueError(f"ring_attention: batch and key/value head counts and tokens must be equal, got {shapes}")
     if q.shape[3] != k.shape[3]:
-        sizes = f"{q.shape[3]} and {k.shape[3]}"
-        raise ValueError(f"ring_attention: q and k must have one head size, got {sizes}: {shapes}")
+        raise ValueError(f"ring_attention: q and k must have one head size, got {q.shape[3]} and {k.shape[3]}")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"ring_attention: softcap must be above 0, or None, got {softcap!r}")
     if sinks is not None and (not isinstance(sinks, Tensor) or sinks.shape != q.shape[1:2] or sinks.device != q.device):
@@ -245,10 +244,7 @@ def _problem(q: Tensor, k: Tensor, pattern: Pattern, ring: Ring, options: Option
             )
     else:
         if n != key_rows:
-            raise ValueError(
-                f"ring_attention: as many query tokens as key tokens are expected, got {n} and {key_rows}: "
-                f"q {tuple(q.shape)}, k {tuple(k.shape)}"
-            )
+            raise ValueError(f"ring_attention: as many query tokens as key tokens are expected, got {n} and {key_rows}")
         # This layout does not depend on documents, so a caller who shards by `ring.layout_for` gets the same one.
         layout = options.layout or ring.layout_for(n * ring.world_size, pattern)
         ring.check_layout(layout)
@@ -257,15 +253,14 @@ def _problem(q: Tensor, k: Tensor, pattern: Pattern, ring: Ring, options: Option
                 f"ring_attention: {layout} gives each rank {layout.padded_len} / {layout.world_size} = {layout.local_len} "
                 f"tokens, got {n}: shard whole sequences of {layout.seq_len} tokens with ring.shard(tensor, layout)"
             )
-    documents = documents_of(options.documents, layout.seq_len, "ring_attention")
-    if documents is not None and len(documents) != q.shape[0]:
-        raise ValueError(
-            f"ring_attention: documents must have one list for each batch row, got {len(documents)} for {q.shape[0]} batch rows"
-        )
+    batch, documents = q.shape[0], documents_of(options.documents, layout.seq_len, "ring_attention")
+    if documents is not None and len(documents) != batch:
+        got = f"{len(documents)} for {batch} batch rows"
+        raise ValueError(f"ring_attention: documents must have one list for each batch row, got {got}")
     return Problem(
         pattern=pattern,
         layout=layout,
-        documents=(((0, layout.seq_len),),) * q.shape[0] if documents is None else documents,
+        documents=(((0, layout.seq_len),),) * batch if documents is None else documents,
         num_heads=q.shape[1],
         num_kv_heads=k.shape[1],
         causal=bool(options.causal),
