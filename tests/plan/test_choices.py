@@ -66,7 +66,6 @@ def test_layout(pattern, kind):
         ),
         ("many rows of a neighbour", problem(Pattern((Window(8192),)), 131072, 8), "ring", r"0\.50 times its own"),
         ("a batch", problem(Pattern.exact(), 1024, 8, batch=4), "ring", r"14\.0 MiB"),
-        ("two ranks", problem(Pattern.exact(), 131072, 2, "zigzag"), "ring", r"1\.00 times its own 256\.0 MiB"),
     ],
     ids=lambda x: x if isinstance(x, str) and x.isidentifier() else None,
 )

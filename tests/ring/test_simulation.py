@@ -81,12 +81,6 @@ def test_a_rank_that_does_not_come_in_time(transport):
     assert 1 <= seconds[0] < PROMPTLY
 
 
-def test_no_thread_stays():
-    threads = ra.run_simulated(lambda ring: (attention(ring), threading.current_thread())[1], 3)
-    assert len({id(thread) for thread in (*threads, threading.current_thread())}) == 4
-    assert not any(thread.is_alive() for thread in threads)
-
-
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_gradients_are_recorded_as_the_caller_has_it(world_size):
     def modes(ring):
