@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..plan.joins import PACKED, Joining
-from ..plan.tiles import Shape
 from .bands import Masked, MaskedKernel, unfolded_queries
 from .kernel import Gradients, KernelCall, Results, Saved, added, folded, merged, unfolded, widened
-from .rows import Lengths, Packed
 
 aten = torch.ops.aten
 
@@ -22,25 +22,26 @@ class CudaFlash:
     joining: Joining | None = PACKED
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, totals: Results | None = None) -> Results:
-        value_dim, width, packed = v.shape[-1], max(q.shape[-1], v.shape[-1]), _as_packed(call.lengths)
-        q, k, v = (_by_token(x, width, packed) for x in (unfolded(q, call.fold_size), k, v))
+        value_dim, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
+        q, k, v = (_by_token(x, width, call) for x in (unfolded(q, call.fold_size), k, v))
+        sequences, window = _sequences_and_window(q, k, call)
         out, lse, *_ = aten._flash_attention_forward(
-            q, k, v, *_sequences(q, k, packed), 0.0, call.shape == "causal", False, scale=call.scale,
-            **_window_of_band(q, k, call.shape, packed),
-        )  # fmt: skip
-        out, lse = (out.transpose(1, 2), lse) if packed is None else (out.transpose(0, 1)[None], lse[None])
+            q, k, v, *sequences, 0.0, call.shape == "causal", False, scale=call.scale, **window
+        )
+        out, lse = (out.transpose(1, 2), lse) if call.lengths is None else (out.transpose(0, 1)[None], lse[None])
         return merged((folded(out[..., :value_dim], call.fold_size), folded(lse, call.fold_size)), totals)
 
     def backward(self, dout: Tensor, saved: Saved, call: KernelCall, sums: Gradients | None = None) -> Gradients:
         dout, (q, k, v, out, lse) = unfolded_queries(dout, saved, call.fold_size)
-        head_dim, value_dim, packed = q.shape[-1], v.shape[-1], _as_packed(call.lengths)
-        dout, q, k, v, out = (_by_token(x, max(head_dim, value_dim), packed) for x in (dout, q, k, v, out))
+        head_dim, value_dim, packed = q.shape[-1], v.shape[-1], call.lengths is not None
+        dout, q, k, v, out = (_by_token(x, max(head_dim, value_dim), call) for x in (dout, q, k, v, out))
         unused = q.new_empty((), dtype=torch.int64)  # the random state of dropout, which is off
+        sequences, window = _sequences_and_window(q, k, call)
+        lse = (lse[0] if packed else lse).contiguous()
         grads = aten._flash_attention_backward(
-            dout, q, k, v, out, lse.contiguous() if packed is None else lse[0].contiguous(), *_sequences(q, k, packed),
-            0.0, call.shape == "causal", unused, unused, scale=call.scale, **_window_of_band(q, k, call.shape, packed),
-        )  # fmt: skip
-        dq, dk, dv = (x.transpose(1, 2) if packed is None else x.transpose(0, 1)[None] for x in grads)
+            dout, q, k, v, out, lse, *sequences, 0.0, call.shape == "causal", unused, unused, scale=call.scale, **window
+        )
+        dq, dk, dv = (x.transpose(0, 1)[None] if packed else x.transpose(1, 2) for x in grads)
         return added((folded(dq[..., :head_dim], call.fold_size), dk[..., :head_dim], dv[..., :value_dim]), sums)
 
 
@@ -56,31 +57,22 @@ def _aligned(x: Tensor, width: int) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _as_packed(lengths: Lengths | None) -> Packed | None:
-    assert not isinstance(lengths, Tensor)
-    return lengths
-
-
-def _by_token(x: Tensor, width: int, packed: Packed | None) -> Tensor:
+def _by_token(x: Tensor, width: int, call: KernelCall) -> Tensor:
     """Returns [T, L, H, width] of x [T, H, L, D], or [L, H, width] of tiles that are packed, as FlashAttention takes them."""
     x = _aligned(x, width).transpose(1, 2)
-    return x if packed is None else x[0]
+    return x if call.lengths is None else x[0]
 
 
-def _sequences(q: Tensor, k: Tensor, packed: Packed | None) -> tuple[Tensor | None, Tensor | None, int, int]:
-    """Returns the ends of packed tiles in q and in k, and the longest lengths, in the order of FlashAttention's arguments."""
-    return (None, None, q.shape[1], k.shape[1]) if packed is None else packed
+def _sequences_and_window(q: Tensor, k: Tensor, call: KernelCall) -> tuple[Any, dict[str, int]]:
+    """Returns the ends of packed tiles in q and in k, and the longest lengths; and the window of a band.
 
-
-def _window_of_band(q: Tensor, k: Tensor, shape: Shape, packed: Packed | None) -> dict[str, int]:
-    """Returns the window of a band: the operator's diagonal has query i and key i + Lk - Lq.
-
-    This distance is the same in all packed tiles.
+    The operator's diagonal has query i and key i + Lk - Lq. This distance is the same in all packed tiles.
     """
-    if shape != "band":
-        return {}
-    left = k.shape[1] - q.shape[1] if packed is None else packed.most_keys - packed.most_queries
-    return {"window_size_left": left, "window_size_right": 0}
+    assert not isinstance(call.lengths, Tensor)
+    sequences = (None, None, q.shape[1], k.shape[1]) if call.lengths is None else call.lengths
+    *_, most_queries, most_keys = sequences
+    window = {"window_size_left": most_keys - most_queries, "window_size_right": 0}
+    return sequences, window if call.shape == "band" else {}
 
 
 class CudaEfficient(MaskedKernel):

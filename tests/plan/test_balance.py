@@ -43,7 +43,7 @@ def problem_of(layout, documents, pattern):
     return Problem(pattern, layout, documents, num_heads=1, num_kv_heads=1)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(
     drawn(lambda rng: rng.random()),
     st.sampled_from([*[2, 3, 4, 5, 6, 8] * 3, 12, 16, 24, 32, 64]),  # Many ranks take their time.
@@ -75,7 +75,7 @@ def test_estimates_are_the_plans(rng):
             assert estimated == pytest.approx(imbalance(problem_of(layout, documents, pattern)), rel=0.02)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("world_size", [2, 8])
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_bytes_are_about_those_of_a_zigzag(pattern, world_size):
     """Of all packings together: a zigzag of documents that end by chance where its pieces do moves next to nothing.
