@@ -40,7 +40,7 @@ class ViewRows:
         return self.batch * self.heads * self.length
 
     def _span(self, x: Tensor) -> Tensor:
-        """Returns all rows from the first stretch to the last, and those between, as a view [B, H, rows, ...]."""
+        """Returns all rows from the first stretch to the end of the last, as a view [B, H, rows, ...]."""
         stop = self.start + (self.copies - 1) * self.advance + self.length
         return x[:, self.first_head : self.first_head + self.heads, self.start : stop]
 

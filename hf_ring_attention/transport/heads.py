@@ -180,7 +180,7 @@ def _slice_of(run: range) -> slice:
 
 
 def _rows_of_member(x: Tensor, runs: Sequence[RowsOfRun], local_len: int) -> Tensor:
-    """Returns a member's rows of x [B, heads, tokens, ...], [B, heads, local tokens, ...]; those of one run without a copy."""
+    """Returns a member's rows of x [B, heads, tokens, ...], [B, heads, local tokens, ...]; a single run without a copy."""
     if len(runs) == 1:
         return x[:, :, runs[0].of_group]
     rows = x.new_empty(*x.shape[:2], local_len, *x.shape[3:])
