@@ -69,10 +69,13 @@ class SimulatedCommunicator:
             [Message(peer, part) for peer, part in enumerate(received.split(receive_counts)) if len(part)],
         )
 
-    def gather(self, x: Tensor) -> list[Tensor]:
-        return [part.clone() for part in self.gather_objects(x.detach().clone())]
-
-    def gather_objects(self, x: Any) -> list[Any]:
+    def _from_all(self, x: Any) -> list[Any]:
         for peer in range(self.world_size):
             self.boxes[self.rank, peer].put(x)
         return [self._take(peer) for peer in range(self.world_size)]
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        return [part.clone() for part in self._from_all(x.detach().clone())]
+
+    def gather_objects(self, x: Any) -> list[Any]:
+        return self._from_all(x)
