@@ -1,12 +1,12 @@
 """Bands by kernels that know no windows: stretches of rows, all in one call, with one small mask for all of them.
 
 In a band of `width` keys, query i sees keys i to i + width - 1. `rows` consecutive queries are a stretch, and see
-`rows + width - 1` consecutive keys; which of these each query sees is the same in every stretch. So stretches are a batch:
-views of the queries, and overlapping views of the keys, whose gradients are added up.
+`rows + width - 1` consecutive keys, which of them is the same in every stretch. So stretches are a batch: views of the queries,
+and overlapping views of the keys, whose gradients are added up.
 
-A kernel also computes the pairs that a mask hides, `rows - 1` for each query, and is slower with few rows: the rows below are
-a balance of both, measured on CPUs with AVX-512. Wide bands have long stretches, which are cut instead: a triangle, a
-rectangle and a triangle that opens the other way need no mask, and the kernel skips most pairs outside its triangles.
+A kernel also computes the pairs that a mask hides, `rows - 1` for each query, and is slower with few rows: the rows below
+balance both, as measured on CPUs with AVX-512. Wide bands are cut instead: a triangle, a rectangle and a triangle that opens
+the other way need no mask, and the kernel skips most pairs outside its triangles. In bands of 8192 keys it saves a tenth.
 """
 
 from __future__ import annotations
@@ -83,11 +83,11 @@ def _mask_of_keys(lengths: Lengths | None, k: Tensor) -> Tensor | None:
 
 
 class _Part(NamedTuple):
-    """`length` keys of every stretch, from key `first` on; in the kind "reversed", a triangle opens the other way."""
+    """`length` keys of every stretch, from key `first` on."""
 
     first: int
     length: int
-    kind: Literal["masked", "full", "causal", "reversed"]
+    kind: Literal["masked", "full", "causal", "reversed"]  # reversed: a triangle that opens the other way
 
     @property
     def is_triangle(self) -> bool:
@@ -125,10 +125,6 @@ class _Stretches(NamedTuple):
         stop = start + (self.number - 1) * self.rows + length
         return x[:, :, start:stop].unfold(2, length, self.rows).movedim(-1, 3).movedim(2, 0)
 
-    def query_rows(self, x: Tensor) -> int:
-        """Returns the query rows of a stretch of x [T, H, Lq, D], over tiles and heads."""
-        return x.shape[0] * x.shape[1] * self.rows * self.fold_size
-
     def add_keys_(self, x: Tensor, part: _Part, values: Tensor) -> None:
         """Adds [number, T * H, length, D] to a part's keys of x [T, H, Lk, D]."""
         values = values.unflatten(1, x.shape[:2])
@@ -147,18 +143,34 @@ class _Stretches(NamedTuple):
             yield self._replace(first=self.first + done * self.rows, number=min(count, self.number - done))
 
 
-def _cut(num_queries: int, num_keys: int, fold_size: int, share: int) -> Iterator[tuple[_Stretches, list[_Part]]]:
-    """Yields (stretches of a band, the parts of their keys): first all stretches of equal rows, then one of the other rows."""
-    width = num_keys - num_queries + 1
+def _cut(q: Tensor, k: Tensor, fold_size: int, share: int) -> Iterator[tuple[_Stretches, list[_Part], Tensor | None]]:
+    """Yields stretches of a band with the parts and the mask of their keys: all equal stretches, and one of the rest."""
+    num_queries = q.shape[2] // fold_size
+    width = k.shape[2] - num_queries + 1
     rows = min(max(width // share // ROWS_OF_A_BLOCK * ROWS_OF_A_BLOCK, FEWEST_ROWS), MOST_ROWS)
     rows = CUT_ROWS if width >= CUT_FROM else rows
     if fold_size > 1 and width < CUT_FROM:
         rows = min(rows, max(FEWEST_ROWS, LARGEST_MASK // (fold_size * width)))
     number, rest = divmod(num_queries, rows)
     if number:
-        yield _Stretches(0, number, rows, fold_size), _parts_of_keys(rows, width)
+        yield _Stretches(0, number, rows, fold_size), *_parts_of_keys(rows, width, fold_size, q)
     if rest:
-        yield _Stretches(number * rows, 1, rest, fold_size), _parts_of_keys(rest, width)
+        yield _Stretches(number * rows, 1, rest, fold_size), *_parts_of_keys(rest, width, fold_size, q)
+
+
+def _parts_of_keys(rows: int, width: int, fold_size: int, q: Tensor) -> tuple[list[_Part], Tensor | None]:
+    """Returns the three parts of a wide band's keys, or all keys and their mask.
+
+    The mask, [rows * fold_size, rows + width - 1], is 0 if a query sees a key, and -inf if not.
+    """
+    if width >= CUT_FROM:
+        parts = [_Part(width - 1, rows, "causal"), _Part(rows, width - 1 - rows, "full"), _Part(0, rows, "reversed")]
+        return parts, None
+    query = torch.arange(rows * fold_size, device=q.device)[:, None] // fold_size
+    key = torch.arange(rows + width - 1, device=q.device)
+    hidden = (key < query) | (key >= query + width)
+    mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
+    return [_Part(0, rows + width - 1, "masked")], mask
 
 
 def _folds_are_heads(q: Tensor, k: Tensor, call: KernelCall) -> bool:
@@ -169,45 +181,23 @@ def _folds_are_heads(q: Tensor, k: Tensor, call: KernelCall) -> bool:
     return call.shape == "causal" or width >= CUT_FROM or FEWEST_ROWS * call.fold_size * width > LARGEST_MASK
 
 
-def _parts_of_keys(rows: int, width: int) -> list[_Part]:
-    """Returns the parts of a stretch's keys: all keys under a mask, or the three parts of a wide band."""
-    if width < CUT_FROM:
-        return [_Part(0, rows + width - 1, "masked")]
-    return [_Part(width - 1, rows, "causal"), _Part(rows, width - 1 - rows, "full"), _Part(0, rows, "reversed")]
-
-
-def _mask_of_stretch(stretches: _Stretches, parts: list[_Part], width: int, q: Tensor) -> Tensor | None:
-    """Returns [rows * fold_size, rows + width - 1]: 0 where a query sees a key, -inf for other keys; None if keys are cut."""
-    if parts[0].kind != "masked":
-        return None
-    rows = stretches.rows
-    query = torch.arange(rows * stretches.fold_size, device=q.device)[:, None] // stretches.fold_size
-    key = torch.arange(rows + width - 1, device=q.device)
-    hidden = (key < query) | (key >= query + width)
-    return torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
-
-
 def _band_forward(
     kernel: MaskedKernel, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, totals: Results | None
 ) -> Results:
     """Returns out and lse of a band, in the shapes of `Kernel.forward`, or `totals` with these merged into them."""
-    scale, fold_size = call.scale, call.fold_size
-    rows = q.shape[2] // fold_size
-    width, dtype = k.shape[2] - rows + 1, accumulation_dtype(q.dtype)
+    dtype = accumulation_dtype(q.dtype)
     results = totals or (q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=dtype))
-    for all_stretches, parts in _cut(rows, k.shape[2], fold_size, FORWARD_SHARE):
-        mask = _mask_of_stretch(all_stretches, parts, width, q)
-        for stretches in all_stretches.split(max(RESULTS_AT_ONCE // all_stretches.query_rows(q), 1)):
+    for all_stretches, parts, mask in _cut(q, k, call.fold_size, FORWARD_SHARE):
+        rows = q.shape[0] * q.shape[1] * all_stretches.rows * call.fold_size
+        for stretches in all_stretches.split(max(RESULTS_AT_ONCE // rows, 1)):
             queries, total = stretches.queries(q), None
             for part in parts:
                 q_, k_, v_ = part.turned(queries, stretches.keys(k, part), stretches.keys(v, part))
-                out, lse = part.turned(*kernel.forward_masked(q_, k_, v_, Masked(part.is_triangle, scale, mask)))
+                out, lse = part.turned(*kernel.forward_masked(q_, k_, v_, Masked(part.is_triangle, call.scale, mask)))
                 if total is not None:
                     merge_(*total, out, lse)
-                elif len(parts) == 1:
-                    total = out, lse
                 else:
-                    total = out.to(dtype), lse.contiguous()
+                    total = (out, lse) if len(parts) == 1 else (out.to(dtype), lse.contiguous())
             assert total is not None
             views = [stretches.query_view(x) for x in results]
             out, lse = (x.unflatten(1, q.shape[:2]) for x in total)
@@ -224,23 +214,18 @@ def _band_backward(
 ) -> Gradients:
     """Returns dq, dk and dv of a band, in the shapes of `Kernel.backward`; adds them to `sums` and returns these if given."""
     q, k, v, out, lse = saved
-    scale, fold_size = call.scale, call.fold_size
-    dtype, rows = accumulation_dtype(q.dtype), q.shape[2] // fold_size
-    width = k.shape[2] - rows + 1
+    dtype = accumulation_dtype(q.dtype)
     dk, dv = (torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)) if sums is None else sums[1:]
     dq = torch.empty_like(q, memory_format=torch.contiguous_format) if sums is None else sums[0]
-    for all_stretches, parts in _cut(rows, k.shape[2], fold_size, BACKWARD_SHARE):
+    for all_stretches, parts, mask in _cut(q, k, call.fold_size, BACKWARD_SHARE):
         key_rows = k.shape[0] * k.shape[1] * max(part.length for part in parts)
-        mask = _mask_of_stretch(all_stretches, parts, width, q)
         for stretches in all_stretches.split(max(GRADIENTS_AT_ONCE // key_rows, 1)):
             queries = [stretches.queries(x) for x in (dout, q, out, lse)]
             total: Tensor | None = None
             for part in parts:
                 dout_, q_, out_, lse_, k_, v_ = part.turned(*queries, stretches.keys(k, part), stretches.keys(v, part))
-                masked = Masked(part.is_triangle, scale, mask)
-                new_dq, new_dk, new_dv = part.turned(
-                    *kernel.backward_masked(dout_, Saved(q_, k_, v_, out_, lse_), masked)
-                )
+                tile, masked = Saved(q_, k_, v_, out_, lse_), Masked(part.is_triangle, call.scale, mask)
+                new_dq, new_dk, new_dv = part.turned(*kernel.backward_masked(dout_, tile, masked))
                 total = new_dq if total is None else total.to(dtype).add_(new_dq)
                 stretches.add_keys_(dk, part, new_dk)
                 stretches.add_keys_(dv, part, new_dv)

@@ -14,7 +14,7 @@ from ..plan.joins import Joining, joined
 from ..plan.plans import TileBatch, remote_tiles, tiles_from
 from ..plan.problem import Problem
 from ..plan.tiles import Shape
-from .rows import IndexRows, Lengths, Packed, Rows, ViewRows
+from .rows import IndexRows, Lengths, Packed, Rows, ViewRows, explicit_rows
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,8 @@ class Binder:
     """Turns tiles of one problem into rows of tensors on a device, by `Kernel.joining` of the kernel."""
 
     def __init__(self, problem: Problem, device: torch.device, joining: Joining | None) -> None:
-        self.problem = problem
-        self.device = device
-        self.joining = joining
-        self.batch = len(problem.documents)
-        self.group = problem.group
-        held = problem.held
+        self.problem, self.device, self.joining = problem, device, joining
+        self.batch, self.group, held = len(problem.documents), problem.group, problem.held
         #: The number of rows that each head has in this rank's tensors of queries and of keys.
         self.query_rows = problem.layout.local_len if held is None else held.num_queries
         self.key_rows = problem.layout.local_len if held is None else held.num_rows
@@ -80,47 +76,38 @@ class Binder:
 
         def keys(batch: TileBatch) -> IndexRows:
             rows = IndexRows(batch.num_keys, self._first_rows(batch, self.key_rows, "keys"), batch.key_stride)
-            return rows if self.problem.held is None else IndexRows(rows.length, rows=rows.numbers())
+            return rows if self.problem.held is None else explicit_rows(rows.numbers())
 
         return self.calls(batches, lambda batch: self.view(batch, heads, heads.start, 0), keys)
 
     def _joined(self, call: list[TileBatch], keys: list[Tensor]) -> BoundBatch:
         """Returns batches of unequal tiles as one call; `keys` are the row numbers of each, [tiles, 1, L]."""
         assert self.joining is not None
-        first = call[0]
+        shape, fold_size = call[0].shape, call[0].fold_size
         queries = [self._queries(batch).numbers() for batch in call]
+        num_queries, num_keys = (
+            [getattr(batch, side) for batch in call for _ in range(batch.num_tiles)]
+            for side in ("num_queries", "num_keys")
+        )
         if self.joining.kind == "packed":
             # The rows of a fold are heads of their own, which share the keys as grouped heads do.
-            rows = torch.cat([_by_head(x.unflatten(2, (-1, first.fold_size)).movedim(3, 2)) for x in queries], -1)
+            rows = torch.cat([_by_head(x.unflatten(2, (-1, fold_size)).movedim(3, 2)) for x in queries], -1)
             own_keys = torch.cat([_by_head(x.unsqueeze(2)) for x in keys], -1)
-            lengths = Packed(
-                self._ends([(batch.num_queries, batch.num_tiles) for batch in call]),
-                self._ends([(batch.num_keys, batch.num_tiles) for batch in call]),
-                max(batch.num_queries for batch in call),
-                max(batch.num_keys for batch in call),
+            query_ends, key_ends = (
+                torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=self.device)
+                for lengths in (num_queries, num_keys)
             )
-            return BoundBatch(
-                IndexRows(rows.shape[-1], rows=rows[None]),
-                IndexRows(own_keys.shape[-1], rows=own_keys[None]),
-                first.shape,
-                lengths=lengths,
-            )
-        longest = max(x.shape[-1] for x in keys)
-        padded_keys = IndexRows(longest, rows=torch.cat([_padded(x, longest) for x in keys]))
-        if first.shape == "full":
-            counts = [batch.num_keys for batch in call for _ in range(batch.num_tiles)]
-            rows, key_lengths = torch.cat(queries), torch.tensor(counts, device=self.device)
-            return BoundBatch(IndexRows(rows.shape[-1], rows=rows), padded_keys, "full", first.fold_size, key_lengths)
-        longest = max(x.shape[-1] for x in queries)
+            lengths = Packed(query_ends, key_ends, max(num_queries), max(num_keys))
+            return BoundBatch(explicit_rows(rows[None]), explicit_rows(own_keys[None]), shape, lengths=lengths)
+        padded_keys = explicit_rows(torch.cat([_padded(x, max(num_keys)) for x in keys]))
+        if shape == "full":
+            key_lengths = torch.tensor(num_keys, device=self.device)
+            return BoundBatch(explicit_rows(torch.cat(queries)), padded_keys, shape, fold_size, key_lengths)
+        longest = max(num_queries) * fold_size
         rows = torch.cat([_padded(x, longest) for x in queries])
-        lengths_of_tiles = torch.tensor([x.shape[-1] for x in queries for _ in range(x.shape[0])])
-        kept = torch.nonzero((torch.arange(longest) < lengths_of_tiles[:, None]).flatten()).flatten().to(self.device)
-        return BoundBatch(IndexRows(longest, rows=rows, kept=kept), padded_keys, first.shape, first.fold_size)
-
-    def _ends(self, lengths: list[tuple[int, int]]) -> Tensor:
-        """Returns the ends of tiles whose rows follow each other, from pairs of a length and the number of tiles."""
-        every = itertools.chain.from_iterable([length] * tiles for length, tiles in lengths)
-        return torch.tensor(list(itertools.accumulate(every, initial=0)), dtype=torch.int32, device=self.device)
+        lengths_of_tiles = torch.tensor(num_queries)[:, None] * fold_size
+        kept = torch.nonzero((torch.arange(longest) < lengths_of_tiles).flatten()).flatten().to(self.device)
+        return BoundBatch(IndexRows(longest, rows=rows, kept=kept), padded_keys, shape, fold_size)
 
     def whole(self, batches: tuple[BoundBatch, ...]) -> BoundBatch | None:
         """Returns the tile, of views, that is all queries with all keys; None without such a tile."""
@@ -135,7 +122,7 @@ class Binder:
         first = self._first_rows(batch, self.query_rows, "queries")
         rows = IndexRows(batch.num_queries * batch.fold_size, first, batch.query_stride, batch.fold_size)
         # With held keys, queries are few: all their numbers are kept, once for all layers.
-        return rows if self.problem.held is None else IndexRows(rows.length, rows=rows.numbers())
+        return rows if self.problem.held is None else explicit_rows(rows.numbers())
 
     def view(self, batch: TileBatch, heads: range, first_key_head: int, first_key: int) -> BoundBatch | None:
         """Returns rows as views if the tiles take all batch rows and these heads at equal distances; else None.
@@ -145,19 +132,18 @@ class Binder:
         tiles = batch.as_one(self.batch, heads)
         if tiles is None:
             return None
-        rows = partial(ViewRows, batch=self.batch, copies=tiles.copies, advance=tiles.advance)
+        query_row, key_row, copies, advance = tiles
+        rows = partial(ViewRows, batch=self.batch, copies=copies, advance=advance)
         first_head, num_heads = heads.start * self.group, len(heads) * self.group
-        queries = rows(heads=num_heads, first_head=first_head, start=tiles.query_row, length=batch.num_queries)
-        first_row = tiles.key_row - first_key
-        keys = rows(heads=len(heads), first_head=first_key_head, start=first_row, length=batch.num_keys)
+        queries = rows(heads=num_heads, first_head=first_head, start=query_row, length=batch.num_queries)
+        keys = rows(heads=len(heads), first_head=first_key_head, start=key_row - first_key, length=batch.num_keys)
         return BoundBatch(queries, keys, batch.shape)
 
     def _first_rows(self, batch: TileBatch, length: int, side: str) -> Tensor:
         """Returns the first row, [tiles, heads of a tile], as its number in a [B, H, length] tensor of queries or keys."""
-        problem, group, queries = self.problem, self.group, side == "queries"
-        heads_of_row, of_tile = problem.num_kv_heads, 1
-        if queries:
-            heads_of_row, of_tile = problem.num_heads, 1 if batch.per_query_head else group
+        group, queries = self.group, side == "queries"
+        heads_of_row = self.problem.num_heads if queries else self.problem.num_kv_heads
+        of_tile = group if queries and not batch.per_query_head else 1
         first: list[int] = []
         for item in batch.items:
             start, copies = (item.query_row, range(item.copies)) if queries else (item.key_row, [0] * item.copies)

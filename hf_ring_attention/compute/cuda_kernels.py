@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..plan.joins import PACKED, Joining
-from ..plan.tiles import Shape
 from .bands import Masked, MaskedKernel, unfolded_queries
 from .kernel import Gradients, KernelCall, Results, Saved, added, folded, merged, unfolded, widened
-from .rows import Lengths, Packed
 
 aten = torch.ops.aten
 
@@ -22,76 +22,57 @@ class CudaFlash:
     joining: Joining | None = PACKED
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, totals: Results | None = None) -> Results:
-        value_dim, width = v.shape[-1], _round_up(max(q.shape[-1], v.shape[-1]), 8)
-        packed = _as_packed(call.lengths)
-        q, k, v = (_by_token(widened(x, width), packed) for x in (unfolded(q, call.fold_size), k, v))
+        value_dim, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
+        q, k, v = (_by_token(x, width, call) for x in (unfolded(q, call.fold_size), k, v))
+        sequences, window = _sequences_and_window(q, k, call)
         out, lse, *_ = aten._flash_attention_forward(
-            q, k, v, *_sequences(q, k, packed), 0.0, call.shape == "causal", False, scale=call.scale,
-            **_window_of_band(q, k, call.shape, packed),
-        )  # fmt: skip
-        out, lse = (out.transpose(1, 2), lse) if packed is None else (out.transpose(0, 1)[None], lse[None])
+            q, k, v, *sequences, 0.0, call.shape == "causal", False, scale=call.scale, **window
+        )
+        out, lse = (out.transpose(1, 2), lse) if call.lengths is None else (out.transpose(0, 1)[None], lse[None])
         return merged((folded(out[..., :value_dim], call.fold_size), folded(lse, call.fold_size)), totals)
 
     def backward(self, dout: Tensor, saved: Saved, call: KernelCall, sums: Gradients | None = None) -> Gradients:
         dout, (q, k, v, out, lse) = unfolded_queries(dout, saved, call.fold_size)
-        head_dim, value_dim = q.shape[-1], v.shape[-1]
-        width, packed = _round_up(max(head_dim, value_dim), 8), _as_packed(call.lengths)
-        dout, q, k, v, out = (_by_token(widened(x, width), packed) for x in (dout, q, k, v, out))
-        unused = _no_random_state(q)
+        head_dim, value_dim, packed = q.shape[-1], v.shape[-1], call.lengths is not None
+        dout, q, k, v, out = (_by_token(x, max(head_dim, value_dim), call) for x in (dout, q, k, v, out))
+        unused = q.new_empty((), dtype=torch.int64)  # the random state of dropout, which is off
+        sequences, window = _sequences_and_window(q, k, call)
+        lse = (lse[0] if packed else lse).contiguous()
         grads = aten._flash_attention_backward(
-            dout, q, k, v, out, lse.contiguous() if packed is None else lse[0].contiguous(), *_sequences(q, k, packed),
-            0.0, call.shape == "causal", unused, unused, scale=call.scale, **_window_of_band(q, k, call.shape, packed),
-        )  # fmt: skip
-        dq, dk, dv = (x.transpose(1, 2) if packed is None else x.transpose(0, 1)[None] for x in grads)
+            dout, q, k, v, out, lse, *sequences, 0.0, call.shape == "causal", unused, unused, scale=call.scale, **window
+        )
+        dq, dk, dv = (x.transpose(0, 1)[None] if packed else x.transpose(1, 2) for x in grads)
         return added((folded(dq[..., :head_dim], call.fold_size), dk[..., :head_dim], dv[..., :value_dim]), sums)
 
 
-def _aligned(x: Tensor) -> Tensor:
-    """Returns x, or a copy of it if its rows are strided or do not begin at multiples of 16 bytes.
+def _aligned(x: Tensor, width: int) -> Tensor:
+    """Returns x with zero columns up to a multiple of 8; a copy if its rows are strided or not at multiples of 16 bytes.
 
     CUDA's attention kernels read 16 bytes at once: some of them check the alignment, and others fail in the middle of a run.
     """
+    x = widened(x, _round_up(width, 8))
     block = 16 // x.element_size()
     if x.stride(-1) == 1 and not any(start % block for start in (x.storage_offset(), *x.stride()[:-1])):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _as_packed(lengths: Lengths | None) -> Packed | None:
-    assert not isinstance(lengths, Tensor)
-    return lengths
+def _by_token(x: Tensor, width: int, call: KernelCall) -> Tensor:
+    """Returns [T, L, H, width] of x [T, H, L, D], or [L, H, width] of tiles that are packed, as FlashAttention takes them."""
+    x = _aligned(x, width).transpose(1, 2)
+    return x if call.lengths is None else x[0]
 
 
-def _by_token(x: Tensor, packed: Packed | None) -> Tensor:
-    """Returns [T, L, H, D] of x [T, H, L, D], or [L, H, D] of tiles that are packed, as FlashAttention takes them."""
-    x = _aligned(x).transpose(1, 2)
-    return x if packed is None else x[0]
+def _sequences_and_window(q: Tensor, k: Tensor, call: KernelCall) -> tuple[Any, dict[str, int]]:
+    """Returns the ends of packed tiles in q and in k, and the longest lengths; and the window of a band.
 
-
-def _sequences(q: Tensor, k: Tensor, packed: Packed | None) -> tuple[Tensor | None, Tensor | None, int, int]:
-    """Returns the ends of packed tiles in q and in k, and the longest lengths, in the order of FlashAttention's arguments."""
-    return (None, None, q.shape[1], k.shape[1]) if packed is None else packed
-
-
-def _stored_by_token(x: Tensor) -> Tensor:
-    """Returns x [T, H, L, D], stored as [T, L, H, D] without gaps."""
-    return _aligned(x.transpose(1, 2).contiguous()).transpose(1, 2)
-
-
-def _no_random_state(q: Tensor) -> Tensor:
-    """Returns a random state for dropout, which is off: operators do not read it."""
-    return q.new_empty((), dtype=torch.int64)
-
-
-def _window_of_band(q: Tensor, k: Tensor, shape: Shape, packed: Packed | None) -> dict[str, int]:
-    """Returns the window of a band: the operator's diagonal has query i and key i + Lk - Lq.
-
-    This distance is the same in all packed tiles.
+    The operator's diagonal has query i and key i + Lk - Lq. This distance is the same in all packed tiles.
     """
-    if shape != "band":
-        return {}
-    left = k.shape[1] - q.shape[1] if packed is None else packed.most_keys - packed.most_queries
-    return {"window_size_left": left, "window_size_right": 0}
+    assert not isinstance(call.lengths, Tensor)
+    sequences = (None, None, q.shape[1], k.shape[1]) if call.lengths is None else call.lengths
+    *_, most_queries, most_keys = sequences
+    window = {"window_size_left": most_keys - most_queries, "window_size_right": 0}
+    return sequences, window if call.shape == "band" else {}
 
 
 class CudaEfficient(MaskedKernel):
@@ -118,13 +99,10 @@ class CudaEfficient(MaskedKernel):
 
     def forward_masked(self, q: Tensor, k: Tensor, v: Tensor, call: Masked) -> Results:
         head_dim, value_dim, group = q.shape[-1], v.shape[-1], q.shape[1] // k.shape[1]
-        q, k = (_aligned(widened(x, _round_up(head_dim, 8))) for x in (q, k))
-        v, bias = _aligned(widened(v, _round_up(value_dim, 8))), self._bias(call.mask, k)
+        q, k, v = _aligned(q, head_dim), _aligned(k, head_dim), _aligned(v, value_dim)
+        bias, operator = self._bias(call.mask, k), aten._scaled_dot_product_efficient_attention
         parts = [
-            aten._scaled_dot_product_efficient_attention(member, k, v, bias, True, 0.0, call.causal, scale=call.scale)[
-                :2
-            ]
-            for member in _members(q, group)
+            operator(member, k, v, bias, True, 0.0, call.causal, scale=call.scale)[:2] for member in _members(q, group)
         ]
         out, lse = (torch.stack(part, 2).flatten(1, 2) for part in zip(*parts))
         return out[..., :value_dim], lse[..., : q.shape[2]]
@@ -132,15 +110,14 @@ class CudaEfficient(MaskedKernel):
     def backward_masked(self, dout: Tensor, saved: Saved, call: Masked) -> Gradients:
         q, k, v, out, lse = saved
         head_dim, value_dim, group = q.shape[-1], v.shape[-1], q.shape[1] // k.shape[1]
-        q, k = (_aligned(widened(x, _round_up(head_dim, 8))) for x in (q, k))
-        dout, v, out = (widened(x, _round_up(value_dim, 8)) for x in (dout, v, out))
-        dout, v = _aligned(dout), _aligned(v)
+        q, k, v, dout = (_aligned(x, x.shape[-1]) for x in (q, k, v, dout))
         length, bias = lse.shape[-1], self._bias(call.mask, k)
         lse = F.pad(lse, (0, _round_up(length, self.lse_block) - length), value=torch.inf)
-        unused = _no_random_state(q)
+        unused = q.new_empty((), dtype=torch.int64)  # the random state of dropout, which is off
         parts = [
             aten._scaled_dot_product_efficient_attention_backward(
-                dout_, q_, k, v, bias, _stored_by_token(out_), lse_.contiguous(), unused, unused, 0.0,
+                dout_, q_, k, v, bias, _aligned(out_.transpose(1, 2).contiguous(), value_dim).transpose(1, 2),
+                lse_.contiguous(), unused, unused, 0.0,
                 [True, True, True, False], call.causal, scale=call.scale,
             )[:3]
             for dout_, q_, out_, lse_ in zip(*(_members(x, group) for x in (dout, q, out, lse)))

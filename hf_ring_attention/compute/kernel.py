@@ -69,19 +69,16 @@ class Kernel(Protocol):
 
 def merged(results: Results, totals: Results | None) -> Results:
     """Merges results into totals and returns these, or the results if there are no totals."""
-    if totals is None:
-        return results
-    merge_(*totals, *results)
-    return totals
+    if totals is not None:
+        merge_(*totals, *results)
+    return totals or results
 
 
 def added(gradients: Gradients, sums: Gradients | None) -> Gradients:
     """Adds gradients to sums and returns these, or the gradients if there are no sums."""
-    if sums is None:
-        return gradients
-    for total, gradient in zip(sums, gradients):
+    for total, gradient in zip(sums or (), gradients):
         total.add_(gradient)
-    return sums
+    return sums or gradients
 
 
 def widened(x: Tensor, width: int) -> Tensor:

@@ -24,7 +24,7 @@ class CpuFlash(MaskedKernel):
 
     def forward_masked(self, q: Tensor, k: Tensor, v: Tensor, call: Masked) -> Results:
         value_dim, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
-        q, k, v = _rows(widened(q, width)), _rows(widened(k, width)), _rows(widened(v, width))
+        q, k, v = _rows(q, width), _rows(k, width), _rows(v, width)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, call.causal, attn_mask=call.mask, scale=call.scale
         )
@@ -33,14 +33,16 @@ class CpuFlash(MaskedKernel):
     def backward_masked(self, dout: Tensor, saved: Saved, call: Masked) -> Gradients:
         q, k, v, out, lse = saved
         head_dim, value_dim = q.shape[-1], v.shape[-1]
-        dout, q, k, v, out = (_rows(widened(x, max(head_dim, value_dim))) for x in (dout, q, k, v, out))
+        dout, q, k, v, out = (_rows(x, max(head_dim, value_dim)) for x in (dout, q, k, v, out))
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, q, k, v, out, lse.contiguous(), 0.0, call.causal, attn_mask=call.mask, scale=call.scale
         )
         return dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]
 
 
-def _rows(x: Tensor) -> Tensor:
+def _rows(x: Tensor, width: int) -> Tensor:
+    """Returns x with zero columns up to `width`, and with neighbouring numbers in its rows."""
+    x = widened(x, width)
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -58,8 +60,11 @@ class Math:
     def __init__(self, softcap: float | None = None) -> None:
         self.softcap = softcap
 
-    def _slices(self, q: Tensor, k: Tensor, call: KernelCall) -> Iterator[tuple[slice, slice]]:
-        """Yields (query rows, the keys that some of them see): parts that hold at most `budget` scores, or have one row."""
+    def _slices(self, q: Tensor, k: Tensor, call: KernelCall) -> Iterator[tuple[slice, slice, Tensor | None]]:
+        """Yields query rows, the keys that some of them see, and which pairs are hidden, if any.
+
+        The parts hold at most `budget` scores, or have one row.
+        """
         fold_size, num_keys = call.fold_size, k.shape[2]
         width = num_keys - q.shape[2] // fold_size + 1
         rows = max(1, self.budget // max(1, q.shape[0] * q.shape[1] * num_keys))
@@ -67,33 +72,29 @@ class Math:
             stop = min(start + rows, q.shape[2])
             first, last = start // fold_size, (stop - 1) // fold_size
             keys = {"full": (0, num_keys), "causal": (0, last + 1), "band": (first, last + width)}[call.shape]
-            yield slice(start, stop), slice(*keys)
+            hidden = None if call.lengths is None else hidden_keys(call.lengths, num_keys)[:, None]
+            if call.shape != "full":
+                query = torch.arange(start, stop, device=q.device)[:, None] // fold_size
+                key = torch.arange(*keys, device=q.device)
+                hidden = key > query if call.shape == "causal" else (key < query) | (key >= query + width)
+            yield slice(start, stop), slice(*keys), hidden
 
-    def _scores(
-        self, q: Tensor, k: Tensor, rows: slice, keys: slice, width: int, call: KernelCall
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns scores [T, Hkv, g, rows, keys] of q [T, Hkv, g, rows, D], and their tanh if capped."""
-        scores, tanh = q @ k[:, :, None, keys].mT * call.scale, None
+    def _scores(self, q: Tensor, k: Tensor, scale: float, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Returns scores [T, Hkv, g, rows, keys] of q [T, Hkv, g, rows, D], k [T, Hkv, keys, D], and their tanh if capped."""
+        scores, tanh = q @ k[:, :, None].mT * scale, None
         if self.softcap is not None:
             tanh = torch.tanh(scores / self.softcap)
             scores = tanh * self.softcap
-        if call.shape != "full":
-            query = torch.arange(rows.start, rows.stop, device=q.device)[:, None] // call.fold_size
-            key = torch.arange(keys.start, keys.stop, device=q.device)
-            hidden = key > query if call.shape == "causal" else (key < query) | (key >= query + width)
-            scores = scores.masked_fill(hidden, -torch.inf)
-        if call.lengths is not None:
-            scores = scores.masked_fill(hidden_keys(call.lengths, k.shape[2])[:, None], -torch.inf)
-        return scores, tanh
+        return (scores if hidden is None else scores.masked_fill(hidden, -torch.inf)), tanh
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, totals: Results | None = None) -> Results:
-        dtype, width = accumulation_dtype(q.dtype), k.shape[2] - q.shape[2] // call.fold_size + 1
+        dtype = accumulation_dtype(q.dtype)
         out = q.new_empty(*q.shape[:3], v.shape[-1])
         lse = q.new_empty(q.shape[:3], dtype=dtype)
         k, v, grouped = k.to(dtype), v.to(dtype), (k.shape[1], q.shape[1] // k.shape[1])
-        for rows, keys in self._slices(q, k, call):
+        for rows, keys, hidden in self._slices(q, k, call):
             queries = q[:, :, rows].to(dtype).unflatten(1, grouped)
-            scores, _ = self._scores(queries, k, rows, keys, width, call)
+            scores, _ = self._scores(queries, k[:, :, keys], call.scale, hidden)
             lse_rows = torch.logsumexp(scores, -1)
             out[:, :, rows] = (torch.exp(scores - lse_rows[..., None]) @ v[:, :, None, keys]).flatten(1, 2)
             lse[:, :, rows] = lse_rows.flatten(1, 2)
@@ -101,13 +102,13 @@ class Math:
 
     def backward(self, dout: Tensor, saved: Saved, call: KernelCall, sums: Gradients | None = None) -> Gradients:
         q, k, v, out, lse = saved
-        dtype, width = accumulation_dtype(q.dtype), k.shape[2] - q.shape[2] // call.fold_size + 1
+        dtype = accumulation_dtype(q.dtype)
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
         key_dtype, grouped = k.dtype, (k.shape[1], q.shape[1] // k.shape[1])
         k, v = k.to(dtype), v.to(dtype)
-        for rows, keys in self._slices(q, k, call):
+        for rows, keys, hidden in self._slices(q, k, call):
             q_rows, dout_rows, out_rows = (x[:, :, rows].to(dtype).unflatten(1, grouped) for x in (q, dout, out))
-            scores, tanh = self._scores(q_rows, k, rows, keys, width, call)
+            scores, tanh = self._scores(q_rows, k[:, :, keys], call.scale, hidden)
             p = torch.exp(scores - lse[:, :, rows].unflatten(1, grouped)[..., None])
             dp = dout_rows @ v[:, :, None, keys].mT
             ds = p * (dp - (dout_rows * out_rows).sum(-1, keepdim=True)) * call.scale

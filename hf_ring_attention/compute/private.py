@@ -28,7 +28,7 @@ PROBED: dict[str, dict[str, tuple[str, ...]]] = {
         "torch.nn.Module": ("_call_impl",),
         "torch.nn.Module.__init__": (*_HOOKS_BEFORE, *_HOOKS_AFTER),
         "torch.Tensor": ("_make_wrapper_subclass", "_version"),
-        "torch.utils": ("_python_dispatch", "_pytree"),
+        "torch.utils": ("_pytree",),
         "torch.ops.aten": (
             "_scaled_dot_product_flash_attention_for_cpu",
             "_scaled_dot_product_flash_attention_for_cpu_backward",
@@ -73,28 +73,21 @@ def _has(place: Any, name: str) -> bool:
     return hasattr(place, name)
 
 
-def _at(place: str) -> Any:
-    """Returns the object of this name; None if there is none."""
-    try:
-        return resolve_name(place)
-    except (ImportError, AttributeError):
-        return None
-
-
 def check(library: str, found: Mapping[str, Any] | None = None) -> None:
     """Raises ImportError for the names in `PROBED` that a library lacks; `found` has places that no name leads to."""
-    places = {place: _at(place) for place in PROBED[library]} if found is None else found
-    expected = PROBED[library]
-    missing = [f"{place}.{name}" for place in places for name in expected[place] if not _has(places[place], name)]
+    missing = []
+    for place in PROBED[library] if found is None else found:
+        try:
+            there = resolve_name(place) if found is None else found[place]
+        except (ImportError, AttributeError):
+            there = None
+        missing += [f"{place}.{name}" for name in PROBED[library][place] if not _has(there, name)]
     if missing:
         root = library.partition(".")[0]
         raise ImportError(
             f"hf_ring_attention uses {', '.join(missing)}, which {root} {installed_version(root)} does not have: install "
             f"a release that pyproject.toml of hf_ring_attention allows"
         )
-
-
-# ---- torch
 
 
 def version_of(x: Tensor) -> int:
@@ -145,9 +138,6 @@ def from_bytes(content: Tensor, size: int, group: Any) -> Any:
 def timeout_of(group: Any) -> timedelta:
     """Returns how long the ranks of a process group wait for each other."""
     return group._get_backend(group._device_types[0]).options._timeout
-
-
-# ---- Transformers
 
 
 def implementation_of(config: Any) -> str | None:
@@ -211,9 +201,6 @@ def attentions_are_collected() -> bool:
     return "attentions" in (output_capturing._active_collector.get() or ())
 
 
-# ---- Accelerate
-
-
 def prepared_models(accelerator: Any) -> list[Any]:
     """Returns the models that an accelerator has prepared."""
     check("accelerate")
@@ -226,9 +213,6 @@ def is_prepared(loader: Any) -> bool:
     return bool(getattr(loader, "_is_accelerate_prepared", False))
 
 
-# ---- TRL
-
-
 def check_trl(trainer_class: Any) -> None:
     """Raises ImportError if a Trainer of TRL that generates lacks a private name that `training/trainer.py` overrides."""
     for kind in trainer_class.__mro__:
@@ -236,16 +220,11 @@ def check_trl(trainer_class: Any) -> None:
             check("trl", {"GRPOTrainer": kind})
 
 
-# ---- names of torch that other modules use as they are
-
-
 check("torch")
 if dist.is_available():
     check("torch.distributed")
 if dist.is_available() and dist.is_gloo_available():
     check("torch.gloo")
-#: The base class of modes that see every operation; torch documents it, but keeps it in a private module.
-TorchDispatchMode: Any = torch.utils._python_dispatch.TorchDispatchMode
 #: Applies a function to each value inside lists, tuples and dicts.
 tree_map: Any = torch.utils._pytree.tree_map
 #: Makes a tensor of a class, a shape, a dtype and a device without numbers.

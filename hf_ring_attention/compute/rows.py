@@ -1,8 +1,8 @@
 """The rows of a tile batch inside [B, H, n, ...] tensors: views if they lie side by side, else gathers.
 
 Both kinds `take` rows of x [B, H, n, ...] to [tiles, heads, L, ...], the kernels' shape, and bring results back by `add_` and
-`merge_`. No two tiles of a batch share a query row of a head, so results are merged without conflicts; key rows may repeat, and
-gradients add up. `split` yields the same rows in parts of at most so many of their equal `units`.
+`merge_`. No two tiles of a batch share a query row of a head, so results are merged without conflicts; key rows may repeat.
+`split` yields the same rows in parts of at most so many of their equal `units`.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ class ViewRows:
         """The number of rows in each part, over all its heads."""
         return self.batch * self.heads * self.length
 
-    def _heads_of(self, x: Tensor) -> Tensor:
-        return x[:, self.first_head : self.first_head + self.heads]
+    def _span(self, x: Tensor) -> Tensor:
+        """Returns all rows from the first stretch to the end of the last, as a view [B, H, rows, ...]."""
+        stop = self.start + (self.copies - 1) * self.advance + self.length
+        return x[:, self.first_head : self.first_head + self.heads, self.start : stop]
 
     def _window(self, x: Tensor) -> Tensor:
         """Returns the rows as a view [B, H, copies, length, ...]."""
-        stop = self.start + (self.copies - 1) * self.advance + self.length
-        window = self._heads_of(x)[:, :, self.start : stop].unfold(2, self.length, max(1, self.advance))
-        return window.movedim(-1, 3)
+        return self._span(x).unfold(2, self.length, max(1, self.advance)).movedim(-1, 3)
 
     def view(self, x: Tensor) -> Tensor | None:
         """Returns the rows of x as `take`, as a view of x; None if no view has them."""
-        return self._heads_of(x)[:, :, self.start : self.start + self.length] if self.copies == 1 else None
+        return self._span(x) if self.copies == 1 else None
 
     def take(self, x: Tensor) -> Tensor:
         view = self.view(x)
@@ -94,24 +94,23 @@ class IndexRows:
     kept: Tensor | None = None  # the places of rows that are not padding, in a head's [tiles * L]; None without padding
 
     @property
-    def _shape(self) -> tuple[int, int]:
+    def _of_tiles(self) -> Tensor:
         tensor = self.first if self.rows is None else self.rows
         assert tensor is not None
-        return tensor.shape[0], tensor.shape[1]
+        return tensor
 
     @property
     def units(self) -> int:
-        return self._shape[0]
+        return self._of_tiles.shape[0]
 
     @property
     def rows_per_unit(self) -> int:
-        return self._shape[1] * self.length
+        return self._of_tiles.shape[1] * self.length
 
     def numbers(self) -> Tensor:
         """Returns the row numbers, [tiles, heads, L]."""
-        if self.rows is not None:
-            return self.rows
-        assert self.first is not None
+        if self.rows is not None or self.first is None:
+            return self._of_tiles
         number = torch.arange(self.length, device=self.first.device)
         if self.fold_size > 1:
             number = number // self.fold_size * self.stride + number % self.fold_size
@@ -120,7 +119,8 @@ class IndexRows:
         return self.first.unsqueeze(-1) + number
 
     def take(self, x: Tensor) -> Tensor:
-        return x.flatten(0, 2).index_select(0, self.numbers().flatten()).unflatten(0, (*self._shape, self.length))
+        numbers = self.numbers()
+        return x.flatten(0, 2).index_select(0, numbers.flatten()).unflatten(0, numbers.shape)
 
     def view(self, x: Tensor) -> None:
         """Rows by their numbers are not a view."""
@@ -154,12 +154,13 @@ class IndexRows:
     def split(self, size: int) -> Iterator[Rows]:
         assert self.kept is None, "tiles that share a call are not split"
         for first in range(0, self.units, size):
-            part = slice(first, first + size)
-            yield replace(
-                self,
-                first=None if self.first is None else self.first[part],
-                rows=None if self.rows is None else self.rows[part],
-            )
+            first_rows, rows = (x if x is None else x[first : first + size] for x in (self.first, self.rows))
+            yield replace(self, first=first_rows, rows=rows)
+
+
+def explicit_rows(rows: Tensor) -> IndexRows:
+    """Returns rows by their numbers, [tiles, heads, L]."""
+    return IndexRows(rows.shape[-1], rows=rows)
 
 
 #: Rows of one side, queries or keys, of a tile batch.

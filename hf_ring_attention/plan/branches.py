@@ -145,8 +145,19 @@ class Window(_Dilated):
         return Border("from_query", 1 - self.length), Border("from_query", self.length)
 
 
+class _Counted:
+    """The check and constants that sinks and last queries share."""
+
+    tokens: int
+    dilation: ClassVar[int] = 1
+    queries: ClassVar[Queries] = "all"
+
+    def __post_init__(self) -> None:
+        check_count(type(self).__name__, "tokens", self.tokens)
+
+
 @dataclass(frozen=True)
-class Sink:
+class Sink(_Counted):
     """The first `tokens` tokens of the document, seen by every query (attention sinks, arXiv 2309.17453).
 
     Raises:
@@ -160,11 +171,6 @@ class Sink:
     """
 
     tokens: int
-    dilation: ClassVar[int] = 1
-    queries: ClassVar[Queries] = "all"
-
-    def __post_init__(self) -> None:
-        check_count("Sink", "tokens", self.tokens)
 
     def shows(self, query: int, key: int, phase: int, document_length: int | None = None) -> bool:
         """Whether `query` sees `key`, causality aside."""
@@ -176,14 +182,11 @@ class Sink:
 
 
 @dataclass(frozen=True)
-class Last:
+class Last(_Counted):
     """Every key of the document, for its last `tokens` queries (the last rows of TriangleMix, arXiv 2507.21526).
 
-    The last queries of a prompt decide how its answer begins, so they look at all of it; the queries before them need not.
-    Under causality a query sees all keys up to itself.
-
-    Which queries are the last depends on the length of the document: tokens that follow make other queries the last ones.
-    While a row is generated, its document grows with it, so each new token is the last and sees every key.
+    The last queries of a prompt decide how its answer begins, so they look at all of it. Under causality a query sees all keys
+    up to itself. While a row is generated, its document grows with it, so each new token is the last and sees every key.
 
     Raises:
         ValueError: fewer than 1 token.
@@ -202,11 +205,6 @@ class Last:
     """
 
     tokens: int
-    dilation: ClassVar[int] = 1
-    queries: ClassVar[Queries] = "all"
-
-    def __post_init__(self) -> None:
-        check_count("Last", "tokens", self.tokens)
 
     def shows(self, query: int, key: int, phase: int, document_length: int | None = None) -> bool:
         """Whether `query` sees `key` in a document of so many tokens, causality aside.

@@ -114,12 +114,10 @@ def problem_of_heads(problem: Problem, heads: Heads) -> Problem:
 
 def rows_of_member(problem: Problem, place: Place, batch_row: int = 0) -> tuple[range, ...]:
     """Returns the runs of a member's tokens among the rows of its group, in the order in which it holds them."""
-    pieces = layout_of_groups(problem).pieces(place.group, batch_row)
-    # Each piece of the group, with its first row.
-    starts = list(zip(itertools.accumulate((len(piece) for piece in pieces), initial=0), pieces))
+    of_group = layout_of_groups(problem).placed_pieces(place.group, batch_row)
     runs = []
     for run in problem.layout.pieces(place.group * group_size(problem) + place.member, batch_row):
-        row, piece = next((row, piece) for row, piece in starts if run.start in piece)
+        row, piece = next((row, piece) for row, piece in of_group if run.start in piece)
         runs.append(range(row + run.start - piece.start, row + run.stop - piece.start))
     return tuple(runs)
 

@@ -58,16 +58,9 @@ class SequenceLayout:
             self._check_pieces(row)
 
     def _check_pieces(self, row: RowPieces) -> None:
-        sizes = [sum(map(len, pieces)) for pieces in row]
-        ends = [
-            0,
-            *(
-                end
-                for piece in sorted(itertools.chain(*row), key=lambda piece: piece.start)
-                for end in (piece.start, piece.stop)
-            ),
-        ]
-        tokens = self.padded_len
+        sizes = [sum(map(len, own)) for own in row]
+        pieces = sorted(itertools.chain(*row), key=lambda piece: piece.start)
+        ends, tokens = [0, *(end for piece in pieces for end in (piece.start, piece.stop))], self.padded_len
         if sizes != [self.local_len] * self.world_size or ends[::2] != [*ends[1::2], tokens]:
             raise ValueError(
                 f"SequenceLayout: the pieces of a row must cover its {tokens} tokens, {self.local_len} on each of "
@@ -106,6 +99,11 @@ class SequenceLayout:
             return self.rows[row][rank]
         numbers = (rank,) if self.kind == "contiguous" else (rank, self.num_pieces - 1 - rank)
         return tuple(range(number * self.piece_len, (number + 1) * self.piece_len) for number in numbers)
+
+    def placed_pieces(self, rank: int, row: int = 0) -> list[tuple[int, range]]:
+        """Returns `pieces`, each behind the place of its first token among the rank's tokens."""
+        pieces = self.pieces(rank, row)
+        return list(zip(itertools.accumulate(map(len, pieces), initial=0), pieces))
 
     def positions(self, rank: int, row: int = 0) -> list[int]:
         """Returns the index in a batch row of each of the rank's `local_len` tokens; `seq_len` and above is padding."""

@@ -136,7 +136,7 @@ def _longnet(rest: str) -> tuple[Branch, ...]:
 
 
 def _branches(rest: str) -> tuple[Branch, ...]:
-    return tuple(_branch(part) for part in rest.split(","))
+    return tuple(map(_branch, rest.split(",")))
 
 
 def _branch(text: str) -> Branch:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from .intervals import Run
@@ -64,11 +64,11 @@ class TileBatch(NamedTuple):
         """The number of tiles, over all batch rows and heads."""
         return sum(len(item.batch_rows) * len(item.heads) * item.copies for item in self.items)
 
-    def as_one(self, num_batch_rows: int, heads: range) -> EqualTiles | None:
+    def as_one(self, num_batch_rows: int, heads: range) -> tuple[int, int, int, int] | None:
         """Returns the tiles as stretches of rows that can be views of a tensor; None if they have no such form.
 
         They have it if they take all batch rows and these heads, neighbouring rows, and equal distances, at which no two
-        tiles share a query row.
+        tiles share a query row. The result is the first tile's query row and key row, the number of tiles, and their distance.
         """
         everything = (tuple(range(num_batch_rows)), tuple(heads))
         if self.per_query_head or self.fold_size > 1:
@@ -84,16 +84,7 @@ class TileBatch(NamedTuple):
                 return None
         if len(starts) > 1 and advance < self.num_queries:
             return None
-        return EqualTiles(*starts[0], len(starts), advance)
-
-
-class EqualTiles(NamedTuple):
-    """`copies` tiles. The first begins with these rows, and each next one `advance` rows later."""
-
-    query_row: int
-    key_row: int
-    copies: int
-    advance: int
+        return *starts[0], len(starts), advance
 
 
 @dataclass(frozen=True)
@@ -121,15 +112,15 @@ def remote_tiles(problem: Problem, rank: int) -> tuple[TileBatch, ...]:
         pieces = (piece for other in range(layout.world_size) if other != rank for piece in layout.pieces(other, row))
         return [(piece.start, piece) for piece in sorted(pieces, key=lambda piece: piece.start)]
 
-    return _batches(problem, _held_by(problem, rank), elsewhere)
+    return _batches(problem, partial(layout.placed_pieces, rank), elsewhere)
 
 
 @lru_cache(maxsize=256)
 def tiles_from(problem: Problem, rank: int, source: int) -> tuple[TileBatch, ...]:
     """Returns the tiles of `rank` with keys of rank `source`; key rows are local indices of `source`, or rows of a cache."""
-    held = problem.held
+    held, placed = problem.held, problem.layout.placed_pieces
     if held is None:
-        return _batches(problem, _held_by(problem, rank), _held_by(problem, source))
+        return _batches(problem, partial(placed, rank), partial(placed, source))
     queries = [(0, range(held.row_len - held.num_queries, held.row_len))]
     keys = [(row, range(start, stop)) for row, start, stop in held.keys]
     return _batches(problem, lambda _: queries, lambda _: keys)
@@ -149,16 +140,6 @@ def of_heads(batches: tuple[TileBatch, ...], kv_heads: range, group: int) -> tup
 
 #: Pieces of a sequence, each with the row of its first token in a tensor.
 _Pieces = list[tuple[int, range]]
-
-
-def _held_by(problem: Problem, rank: int) -> Callable[[int], _Pieces]:
-    """Returns a function from a batch row to the pieces of a rank; their tokens follow each other in its tensors."""
-
-    def pieces(row: int) -> _Pieces:
-        own = problem.layout.pieces(rank, row)
-        return list(zip(itertools.accumulate((len(piece) for piece in own), initial=0), own))
-
-    return pieces
 
 
 def _batches(

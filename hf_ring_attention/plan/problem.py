@@ -47,9 +47,8 @@ def documents_of(documents: Sequence[Sequence[tuple[int, int]]] | None, seq_len:
     try:
         spans = tuple(tuple((index(start), index(stop)) for start, stop in row) for row in documents)
     except (TypeError, ValueError):
-        raise ValueError(
-            f"{who}: documents must be a list of (start, stop) for each batch row, got {documents!r}"
-        ) from None
+        message = f"{who}: documents must be a list of (start, stop) for each batch row, got {documents!r}"
+        raise ValueError(message) from None
     for row, spans_of_row in enumerate(spans):
         end = 0
         for start, stop in spans_of_row:
@@ -78,17 +77,6 @@ def _check_order(layout: SequenceLayout, documents: Documents) -> None:
                             f"tokens {piece.start} to {piece.stop - 1} behind token {ends[number] - 1}: use ascending pieces"
                         )
                     ends[number] = piece.stop
-
-
-def _check_piece(pattern: Pattern, held: HeldKeys) -> None:
-    """Refuses a piece of a row behind a cache that is longer than a `Last`: its result would depend on how the row is cut."""
-    tokens = fewest_last(pattern)
-    if tokens is not None and tokens < held.num_queries < held.row_len:
-        raise ValueError(
-            f"the pattern {pattern} shows every key to the last {tokens} queries of a document, got {held.num_queries} queries "
-            f"behind {held.row_len - held.num_queries} tokens in a cache: compute the whole row in one forward pass (without "
-            f"prefill_chunk_size), or pass at most {tokens} tokens at a time"
-        )
 
 
 @dataclass(frozen=True)
@@ -139,8 +127,13 @@ class Problem:
                 f"the layout was made for the documents of {len(self.layout.rows)} batch rows, and there are "
                 f"{len(self.documents)}: make it by ring.layout_for(seq_len, pattern, documents=...) for this batch"
             )
-        if self.held is not None:
-            _check_piece(self.pattern, self.held)
+        held, last = self.held, None if self.held is None else fewest_last(self.pattern)
+        if held is not None and last is not None and last < held.num_queries < held.row_len:
+            raise ValueError(  # The result would depend on how the row is cut.
+                f"the pattern {self.pattern} shows every key to the last {last} queries of a document, got {held.num_queries} "
+                f"queries behind {held.row_len - held.num_queries} tokens in a cache: compute the whole row in one forward "
+                f"pass (without prefill_chunk_size), or pass at most {last} tokens at a time"
+            )
         if self.layout.rows:
             _check_order(self.layout, self.documents)
 

@@ -19,14 +19,14 @@ hop.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from operator import and_, mul, or_
 from typing import NamedTuple
 
 from .layouts import SequenceLayout
-from .plans import Item, TileBatch, remote_tiles
+from .plans import remote_tiles
 from .problem import Problem
 
 
@@ -49,14 +49,17 @@ class KeyRows:
     def __bool__(self) -> bool:
         return any(self.sets)
 
+    def _with(self, sets: Iterable[int]) -> KeyRows:
+        return KeyRows(self.num_kv_heads, self.weights, tuple(sets))
+
     def __or__(self, other: KeyRows) -> KeyRows:
-        return KeyRows(self.num_kv_heads, self.weights, tuple(map(or_, self.sets, other.sets)))
+        return self._with(map(or_, self.sets, other.sets))
 
     def __and__(self, other: KeyRows) -> KeyRows:
-        return KeyRows(self.num_kv_heads, self.weights, tuple(map(and_, self.sets, other.sets)))
+        return self._with(map(and_, self.sets, other.sets))
 
     def __sub__(self, other: KeyRows) -> KeyRows:
-        return KeyRows(self.num_kv_heads, self.weights, tuple(a & ~b for a, b in zip(self.sets, other.sets)))
+        return self._with(a & ~b for a, b in zip(self.sets, other.sets))
 
     def run(self, heads: range) -> range | None:
         """Returns the rows of these heads if they are one run, the same in every batch row and head; else None."""
@@ -74,7 +77,7 @@ class KeyRows:
             return self
         before, behind = (0,) * heads.start, (0,) * (self.num_kv_heads - heads.stop)
         of_classes = (self.sets[i:][heads.start : heads.stop] for i in range(0, len(self.sets), self.num_kv_heads))
-        return KeyRows(self.num_kv_heads, self.weights, sum((before + sets + behind for sets in of_classes), ()))
+        return self._with(itertools.chain.from_iterable(before + sets + behind for sets in of_classes))
 
 
 class Hop(NamedTuple):
@@ -125,13 +128,6 @@ def _comb(stride: int, count: int) -> int:
     return rows
 
 
-def _key_rows(batch: TileBatch, item: Item) -> int:
-    """Returns the key rows of an item's tiles."""
-    stride, count = batch.key_stride, batch.num_keys
-    first = item.key_row if stride > 0 else item.key_row + (count - 1) * stride
-    return _comb(abs(stride), count) << first
-
-
 @lru_cache(maxsize=64)
 def _needs(problem: Problem, rank: int) -> tuple[KeyRows, ...]:
     """Returns the rows of each source, by local index, that `rank` needs."""
@@ -139,7 +135,9 @@ def _needs(problem: Problem, rank: int) -> tuple[KeyRows, ...]:
     sets = [0] * (len(number) * problem.num_kv_heads)
     for batch in remote_tiles(problem, rank):
         for item in batch.items:
-            rows, first = _key_rows(batch, item), number[item.batch_rows] * problem.num_kv_heads
+            lowest = item.key_row + min(0, (batch.num_keys - 1) * batch.key_stride)
+            rows = _comb(abs(batch.key_stride), batch.num_keys) << lowest
+            first = number[item.batch_rows] * problem.num_kv_heads
             for head in {head // problem.group if batch.per_query_head else head for head in item.heads}:
                 sets[first + head] |= rows
     known: dict[tuple[int, int], list[int]] = {}  # Heads often need the same.
@@ -167,14 +165,8 @@ def _by_source(layout: SequenceLayout, batch_row: int, rows: int) -> list[int]:
         octets_of_piece = octets[piece.start // 8 : -(-piece.stop // 8)]
         return int.from_bytes(octets_of_piece, "little") >> piece.start % 8 & (1 << len(piece)) - 1
 
-    held = []
-    for source in range(layout.world_size):
-        bits = begin = 0
-        for piece in layout.pieces(source, batch_row):
-            bits |= local(piece) << begin
-            begin += len(piece)
-        held.append(bits)
-    return held
+    sources = (layout.placed_pieces(source, batch_row) for source in range(layout.world_size))
+    return [sum(local(piece) << place for place, piece in pieces) for pieces in sources]
 
 
 def needed(problem: Problem, rank: int, source: int) -> KeyRows:
@@ -207,8 +199,9 @@ def _lap(problem: Problem, direction: int, reach: int, with_own: bool) -> Lap:
     return Lap(range(problem.num_kv_heads), direction, with_own, tuple(routes))
 
 
-def _row_hops(laps: Sequence[Lap]) -> int:
-    return sum(len(hop.rows) for lap in laps for route in lap.routes for hop in route)
+def _hop_rows(laps: Sequence[Lap]) -> list[int]:
+    """Returns the number of rows of each hop."""
+    return [len(hop.rows) for lap in laps for route in lap.routes for hop in route]
 
 
 @lru_cache(maxsize=8)
@@ -219,19 +212,17 @@ def ring_laps(problem: Problem) -> tuple[Lap, ...]:
     that are large beside the queries go head group by head group: buffers are smaller by the number of groups, and the
     gradients of a group travel home while the next group is computed.
     """
-    layout = problem.layout
+    layout, settings = problem.layout, problem.settings
     p, heads = layout.world_size, range(problem.num_kv_heads)
     if p == 1:
         return (Lap(heads, 1, True, ((),)),)
     laps = [_lap(problem, 1, p - 1, True)]
     if p > 2:
         both = [_lap(problem, 1, p // 2, True), _lap(problem, -1, (p - 1) // 2, False)]
-        if _row_hops(both) <= problem.settings.both_ways_below * _row_hops(laps):
+        if sum(_hop_rows(both)) <= settings.both_ways_below * sum(_hop_rows(laps)):
             laps = both
-
-    settings = problem.settings
     query_rows = problem.num_heads * layout.local_len * len(problem.documents)
-    payload = max((len(hop.rows) for lap in laps for route in lap.routes for hop in route), default=0)
+    payload = max(_hop_rows(laps), default=0)
     groups = max(1, min(settings.head_groups, len(heads), query_rows // settings.rows_of_a_head_group))
     if groups > 1 and settings.large_payload * payload >= query_rows:
         borders = [len(heads) * i // groups for i in range(groups + 1)]

@@ -35,23 +35,18 @@ def runs_of(documents: Documents, layout: SequenceLayout) -> list[StateRun]:
     """Returns the runs of all documents on all ranks, in the order of the whole rows."""
     runs: list[StateRun] = []
     for row, spans in enumerate(documents):
-        pieces = []
-        for rank in range(layout.world_size):
-            place = 0
-            for piece in layout.rows[row][rank] if layout.rows else layout.pieces(rank):
-                pieces.append((piece.start, piece.stop, place, rank))
-                place += len(piece)
+        pieces = [
+            (piece.start, piece.stop, place, rank)
+            for rank in range(layout.world_size)
+            for place, piece in layout.placed_pieces(rank, row)
+        ]
         for start, stop in spans:
             before = -1
             for first, end, place, rank in sorted(pieces):
                 low, high = max(first, start), min(end, stop)
                 if low < high:
                     joined = runs[before] if before >= 0 else None
-                    if (
-                        joined is not None
-                        and joined.rank == rank
-                        and joined.place + low - joined.start == place + low - first
-                    ):
+                    if joined is not None and (joined.rank, joined.place - joined.start) == (rank, place - first):
                         runs[before] = joined._replace(stop=high, alone=joined.start == start and high == stop)
                         continue
                     whole = low == start and high == stop

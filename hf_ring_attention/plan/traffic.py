@@ -68,9 +68,7 @@ def ring_traffic(problem: Problem, rank: int, sizes: RowBytes) -> RankTraffic:
 def exchanged(problem: Problem) -> tuple[tuple[int, ...], ...]:
     """Returns, as [rank][source], the number of rows that the collective transport takes from `source` to `rank`."""
     ranks = range(problem.layout.world_size)
-    return tuple(
-        tuple(len(needed(problem, rank, source)) if rank != source else 0 for source in ranks) for rank in ranks
-    )
+    return tuple(tuple(len(needed(problem, rank, source)) for source in ranks) for rank in ranks)
 
 
 def collective_traffic(problem: Problem, rank: int, sizes: RowBytes) -> RankTraffic:

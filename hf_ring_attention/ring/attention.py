@@ -10,16 +10,15 @@ import torch
 from torch import Tensor
 
 from ..compute.binding import bind_own
-from ..compute.kernel import Kernel
 from ..compute.kernels import choose_kernel
 from ..compute.merge import accumulation_dtype, add_sinks, merge_
 from ..plan.layouts import SequenceLayout
 from ..plan.patterns import Pattern, as_pattern
 from ..plan.problem import HeldKeys, Problem, documents_of
 from ..plan.traffic import RowBytes
-from ..transport.heads import HeadsTransport
-from ..transport.transports import LocalTransport, Transport
-from .engine import Execution, HeadsAttention, RingAttention
+from ..transport.transports import LocalTransport
+from .engine import Execution, RingAttention
+from .planner import CallKey
 from .ring import Ring, is_recorded
 
 _ALONE = Ring.alone()
@@ -105,9 +104,8 @@ class Options(NamedTuple):
     """The arguments of `ring_attention` beside tensors.
 
     Attributes:
-        held: the tokens whose keys k [B, Hkv, `held.num_rows`, D] and v hold, if they come from a cache, for the
-            m = `held.num_queries` tokens of q [B, H, m, D]. One rank holds each token. `documents` then divide the sequence
-            of `held.row_len` tokens, and `layout` is not used.
+        held: the tokens whose keys k [B, Hkv, `held.num_rows`, D] and v hold, if they come from a cache, for the last
+            m = `held.num_queries` tokens, of q [B, H, m, D]. `documents` then divide `held.row_len` tokens, without `layout`.
     """
 
     pattern: Pattern | str
@@ -140,14 +138,12 @@ class CheckedCall:
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, with_lse: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Returns out [B, H, n, Dv] in q's dtype, and lse [B, H, n], which may be empty without `with_lse`."""
-        execution = self.execution
         if self.problem.held is not None:
             return self._attend_to_cache(q, k, v, sinks)
+        execution = self.execution
         if self.recorded:
             execution = execution._replace(before_backward=self.ring.calls.backward_check())
-        if isinstance(execution.transport, HeadsTransport):
-            return HeadsAttention.apply(q, k, v, sinks, execution, with_lse)
-        return RingAttention.apply(q, k, v, sinks, execution)
+        return RingAttention.apply(q, k, v, sinks, execution, with_lse)
 
     def _attend_to_cache(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Attends to this rank's part of a cache. All ranks merge all parts in one order, so all go on with the same bits."""
@@ -165,9 +161,8 @@ class CheckedCall:
 def checked_call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Options) -> CheckedCall:
     """Checks a call of `ring_attention` on all ranks, and plans it.
 
-    With keys from a cache, the queries are a sequence's last tokens. On a ring every rank then has the same queries and its own
-    part of the keys. Ranks merge their results, so one row of (out, lse) moves for each query and rank, whatever the length of
-    the cache.
+    With keys from a cache, every rank of a ring has the same queries and its own part of the keys. Ranks merge their results,
+    so one row of (out, lse) moves for each query and rank, whatever the length of the cache.
     """
     ring, held, scale, softcap = options.ring or _ALONE, options.held, options.scale, options.softcap
     with ring.agreement(FORWARD, by_digest=True) as call:
@@ -200,16 +195,13 @@ def checked_call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options:
                 "whether gradients are recorded": recorded,
                 "documents": problem.documents,
             }
-    execution = Execution(_transport(ring, problem, q, v, kernel), kernel, scale)
-    return CheckedCall(ring, problem, execution, call.values, call.digest, recorded)
-
-
-def _transport(ring: Ring, problem: Problem, q: Tensor, v: Tensor, kernel: Kernel) -> Transport | HeadsTransport:
-    if problem.held is not None:
-        return LocalTransport(ring.bindings.of(bind_own, problem, 0, q.device, kernel.joining))
-    widths = q.shape[-1] + v.shape[-1]
-    sizes = RowBytes(widths * q.element_size(), widths * accumulation_dtype(q.dtype).itemsize)
-    return ring.planner.transport_for(problem, sizes, q.device, kernel.joining)
+    if held is None:
+        widths = q.shape[-1] + v.shape[-1]
+        sizes = RowBytes(widths * q.element_size(), widths * accumulation_dtype(q.dtype).itemsize)
+        transport: Any = ring.planner.transport_for(CallKey(problem, sizes, q.device, kernel.joining))
+    else:
+        transport = LocalTransport(ring.bindings.of(bind_own, problem, 0, q.device, kernel.joining))
+    return CheckedCall(ring, problem, Execution(transport, kernel, scale), call.values, call.digest, recorded)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, sinks: Tensor | None) -> None:
@@ -227,8 +219,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, sinks
     if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3]:
         raise ValueError(f"ring_attention: batch and key/value head counts and tokens must be equal, got {shapes}")
     if q.shape[3] != k.shape[3]:
-        sizes = f"{q.shape[3]} and {k.shape[3]}"
-        raise ValueError(f"ring_attention: q and k must have one head size, got {sizes}: {shapes}")
+        raise ValueError(f"ring_attention: q and k must have one head size, got {q.shape[3]} and {k.shape[3]}")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"ring_attention: softcap must be above 0, or None, got {softcap!r}")
     if sinks is not None and (not isinstance(sinks, Tensor) or sinks.shape != q.shape[1:2] or sinks.device != q.device):
@@ -253,10 +244,7 @@ def _problem(q: Tensor, k: Tensor, pattern: Pattern, ring: Ring, options: Option
             )
     else:
         if n != key_rows:
-            raise ValueError(
-                f"ring_attention: as many query tokens as key tokens are expected, got {n} and {key_rows}: "
-                f"q {tuple(q.shape)}, k {tuple(k.shape)}"
-            )
+            raise ValueError(f"ring_attention: as many query tokens as key tokens are expected, got {n} and {key_rows}")
         # This layout does not depend on documents, so a caller who shards by `ring.layout_for` gets the same one.
         layout = options.layout or ring.layout_for(n * ring.world_size, pattern)
         ring.check_layout(layout)
@@ -265,15 +253,14 @@ def _problem(q: Tensor, k: Tensor, pattern: Pattern, ring: Ring, options: Option
                 f"ring_attention: {layout} gives each rank {layout.padded_len} / {layout.world_size} = {layout.local_len} "
                 f"tokens, got {n}: shard whole sequences of {layout.seq_len} tokens with ring.shard(tensor, layout)"
             )
-    documents = documents_of(options.documents, layout.seq_len, "ring_attention")
-    if documents is not None and len(documents) != q.shape[0]:
-        raise ValueError(
-            f"ring_attention: documents must have one list for each batch row, got {len(documents)} for {q.shape[0]} batch rows"
-        )
+    batch, documents = q.shape[0], documents_of(options.documents, layout.seq_len, "ring_attention")
+    if documents is not None and len(documents) != batch:
+        got = f"{len(documents)} for {batch} batch rows"
+        raise ValueError(f"ring_attention: documents must have one list for each batch row, got {got}")
     return Problem(
         pattern=pattern,
         layout=layout,
-        documents=(((0, layout.seq_len),),) * q.shape[0] if documents is None else documents,
+        documents=(((0, layout.seq_len),),) * batch if documents is None else documents,
         num_heads=q.shape[1],
         num_kv_heads=k.shape[1],
         causal=bool(options.causal),

@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -18,14 +18,11 @@ Binding = TypeVar("Binding")
 ROUNDS_TO_WAIT = 4
 
 
-@dataclasses.dataclass
-class _Kept:
-    """A binding, the bytes of its tensors, the number of its tensors and data classes, and the round in which it was made."""
-
+class _Kept(NamedTuple):
     binding: Any
-    size: int
-    parts: int
-    round: int
+    size: int  # the bytes of its tensors
+    parts: int  # the number of its tensors and data classes
+    round: int  # in which it was made
 
 
 class Bindings:
@@ -62,11 +59,25 @@ class Bindings:
     def of(self, bind: Callable[..., Binding], *call: Any) -> Binding:
         """Returns bind(*call), or the binding that an equal call made before, or that was made ahead of this one."""
         key = (bind, *call)
-        kept = self._find(key)
+        with self._lock:
+            kept = self._used.get(key)
+            if kept is not None:
+                self._used.move_to_end(key)
+                return cast(Binding, kept.binding)
+            kept = self._ahead.pop(key, None)
         if kept is None:
-            kept = self._use(key, self._kept(bind(*call)))
-        binding: Binding = kept.binding
-        return binding
+            kept = self._kept(bind(*call))
+        else:
+            for x in _parts_of(kept.binding):  # Another stream must not reuse its memory before this one is done.
+                if isinstance(x, Tensor) and x.is_cuda:
+                    x.record_stream(torch.cuda.current_stream(x.device))
+        with self._lock:
+            self._used[key] = kept
+            while len(self._used) > 1 and (
+                self.nbytes > self.max_bytes or sum(x.parts for x in self._used.values()) > self.max_parts
+            ):
+                self._used.popitem(last=False)
+        return cast(Binding, kept.binding)
 
     def make_ahead(self, device: torch.device, bind: Callable[..., Any], *call: Any) -> None:
         """Makes bind(*call) on a device for a later `of`, in a thread beside the calls, unless too many bindings wait."""
@@ -83,31 +94,7 @@ class Bindings:
         """Begins a round of calls, and drops bindings that were made ahead rounds ago and met no call."""
         with self._lock:
             self._round += 1
-            recent = {key: x for key, x in self._ahead.items() if self._round - x.round <= ROUNDS_TO_WAIT}
-            self._ahead = recent
-
-    def _find(self, key: Any) -> _Kept | None:
-        with self._lock:
-            kept = self._ahead.pop(key, None)
-            if kept is None:
-                kept = self._used.get(key)
-                if kept is not None:
-                    self._used.move_to_end(key)
-                return kept
-            for x in _parts_of(kept.binding):  # Another stream must not reuse its memory before this one is done.
-                if isinstance(x, Tensor) and x.is_cuda:
-                    x.record_stream(torch.cuda.current_stream(x.device))
-            return self._use(key, kept)
-
-    def _use(self, key: Any, kept: _Kept) -> _Kept:
-        """Adds a binding that a call uses, and drops old ones if there are too many."""
-        with self._lock:
-            self._used[key] = kept
-            while len(self._used) > 1 and (
-                self.nbytes > self.max_bytes or sum(x.parts for x in self._used.values()) > self.max_parts
-            ):
-                self._used.popitem(last=False)
-        return kept
+            self._ahead = {key: x for key, x in self._ahead.items() if self._round - x.round <= ROUNDS_TO_WAIT}
 
     def _kept(self, binding: Any) -> _Kept:
         parts = [*_parts_of(binding)]

@@ -1,4 +1,4 @@
-"""The loop over steps, and the autograd functions: exact attention over all that a plan's tiles cover."""
+"""The loop over steps, and the autograd function: exact attention over all that a plan's tiles cover."""
 
 from __future__ import annotations
 
@@ -19,10 +19,14 @@ from ..transport.transports import Step
 FORWARD_PART, BACKWARD_PART = 2, 8
 
 
+#: dq, dk, dv, and the gradient of sinks, if there are any.
+AllGradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
 class Execution(NamedTuple):
     """The parts that execute a planned call; `before_backward`, the first act of backward, compares the ranks' calls."""
 
-    transport: Any  # a Transport, or a HeadsTransport for HeadsAttention
+    transport: Any  # a Transport, or a HeadsTransport
     kernel: Kernel
     scale: float
     before_backward: Callable[[], None] | None = None
@@ -34,53 +38,21 @@ class RingAttention(torch.autograd.Function):
     `sinks`, [H] or None, are logits of a column of value 0 in every softmax (`merge.add_sinks`).
     The function saves q, k, v, sinks, out and lse only. The backward of a tile with the merged out and lse is its exact
     share of the gradient, so backward visits the tiles again and needs nothing else from forward. lse has no gradient.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, execution: Execution
-    ) -> tuple[Tensor, Tensor]:
-        saved = forward_pass(q, k, v, sinks, execution)
-        ctx.save_for_backward(*saved, sinks)
-        ctx.execution = execution
-        ctx.mark_non_differentiable(saved.lse)
-        return saved.out, saved.lse
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, sinks = ctx.saved_tensors
-        if ctx.execution.before_backward is not None:
-            ctx.execution.before_backward()
-        *grads, dsinks = backward_pass(dout, Saved(*saved), sinks, ctx.execution)
-        return *(grad.to(dout.dtype) for grad in grads), dsinks, None
-
-
-class HeadsAttention(torch.autograd.Function):
-    """The same by the heads transport: each rank computes some heads of the whole sequence, one piece of heads after another.
-
-    While a piece is computed, the next one arrives and the previous one leaves. The function saves a piece's q, k, v, out and
-    lse as they were computed, so that backward moves gradients alone. The lse that it returns is empty without `with_lse`.
+    By the heads transport the saved tensors are of each piece of the heads, as it was computed, so that backward moves
+    gradients alone, and the lse that is returned is empty without `with_lse`.
     """
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, execution: Execution, with_lse: bool = False
     ) -> tuple[Tensor, Tensor]:
-        transport: HeadsTransport = execution.transport
-        passes = []
-        out = q.new_empty(*q.shape[:3], v.shape[-1])
-        lse = q.new_empty(q.shape[:3] if with_lse else 0, dtype=accumulation_dtype(q.dtype))
-        leaving: Finish = list  # Nothing leaves yet.
-        for piece, whole in transport.in_turn("queries, keys and values", [q], [k, v]):
-            of_piece = execution._replace(transport=transport.of_piece(piece))
-            saved = forward_pass(whole[0], whole[1], whole[2], transport.own_heads(piece, sinks), of_piece)
-            passes.append(saved)
-            leaving()
-            leaving = transport.to_tokens(piece, "outputs", [(saved.out, out), (saved.lse, lse)][: 1 + with_lse], [])
-        leaving()
+        if isinstance(execution.transport, HeadsTransport):
+            out, lse, passes = _heads_forward(q, k, v, sinks, execution, with_lse)
+        else:
+            passes = [forward_pass(q, k, v, sinks, execution)]
+            *_, out, lse = passes[0]
         ctx.save_for_backward(sinks, *itertools.chain.from_iterable(passes))
-        ctx.execution, ctx.shapes = execution, (q.shape, k.shape, v.shape)
+        ctx.execution, ctx.tensors_of_a_pass = execution, len(passes[0])
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -89,27 +61,57 @@ class HeadsAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
         sinks, *saved = ctx.saved_tensors
         execution: Execution = ctx.execution
-        transport = execution.transport
         if execution.before_backward is not None:
             execution.before_backward()
-        size = len(saved) // len(transport.binding.pieces)
-        passes = [Saved(*saved[start : start + size]) for start in range(0, len(saved), size)]
-        dtype = accumulation_dtype(dout.dtype)
-        dq = dout.new_empty(ctx.shapes[0])
-        dk, dv = (dout.new_zeros(shape, dtype=dtype) for shape in ctx.shapes[1:])
-        dsinks = None if sinks is None else torch.zeros_like(sinks)
-        leaving: Finish = list
-        for (piece, [dout_of_heads]), of_forward in zip(transport.in_turn("gradients of outputs", [dout], []), passes):
-            of_piece = execution._replace(transport=transport.of_piece(piece))
-            own_sinks = transport.own_heads(piece, sinks)
-            *grads, dsinks_of_heads = backward_pass(dout_of_heads, of_forward, own_sinks, of_piece)
-            if dsinks is not None:
-                transport.own_heads(piece, dsinks).copy_(dsinks_of_heads)
-            leaving()
-            own = [grad.to(dout.dtype) for grad in grads]
-            leaving = transport.to_tokens(piece, "gradients", [(own[0], dq)], [(own[1], dk), (own[2], dv)])
+        passes = [Saved(*tensors) for tensors in zip(*[iter(saved)] * ctx.tensors_of_a_pass)]
+        if isinstance(execution.transport, HeadsTransport):
+            *grads, dsinks = _heads_backward(dout, passes, sinks, execution)
+        else:
+            *grads, dsinks = backward_pass(dout, passes[0], sinks, execution)
+        return *(grad.to(dout.dtype) for grad in grads), dsinks, None, None
+
+
+def _heads_forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, execution: Execution, with_lse: bool
+) -> tuple[Tensor, Tensor, list[Saved]]:
+    """Returns out, lse and the results of each piece of the heads; the next piece arrives and the last one leaves meanwhile."""
+    transport: HeadsTransport = execution.transport
+    passes: list[Saved] = []
+    out = q.new_empty(*q.shape[:3], v.shape[-1])
+    lse = q.new_empty(q.shape[:3] if with_lse else 0, dtype=accumulation_dtype(q.dtype))
+    leaving: Finish = list  # Nothing leaves yet.
+    for piece, (queries, keys, values) in transport.in_turn("queries, keys and values", [q], [k, v]):
+        of_piece = execution._replace(transport=transport.of_piece(piece))
+        passes.append(forward_pass(queries, keys, values, transport.own_heads(piece, sinks), of_piece))
+        results = [(passes[-1].out, out), (passes[-1].lse, lse)]
         leaving()
-        return dq, dk.to(dout.dtype), dv.to(dout.dtype), dsinks, None, None
+        leaving = transport.to_tokens(piece, "outputs", results[: 1 + with_lse], [])
+    leaving()
+    return out, lse, passes
+
+
+def _heads_backward(dout: Tensor, passes: list[Saved], sinks: Tensor | None, execution: Execution) -> AllGradients:
+    """Returns the gradients as `backward_pass`, piece after piece as `_heads_forward`."""
+    transport: HeadsTransport = execution.transport
+    dtype, (batch, _, tokens, _) = accumulation_dtype(dout.dtype), dout.shape
+    dq = dout.new_empty(*dout.shape[:3], passes[0].q.shape[-1])
+    dk, dv = (
+        dout.new_zeros(batch, transport.num_kv_heads, tokens, x.shape[-1], dtype=dtype)
+        for x in (passes[0].k, passes[0].v)
+    )
+    dsinks = None if sinks is None else torch.zeros_like(sinks)
+    leaving: Finish = list
+    for (piece, [dout_of_heads]), saved in zip(transport.in_turn("gradients of outputs", [dout], []), passes):
+        of_piece = execution._replace(transport=transport.of_piece(piece))
+        *grads, own_dsinks = backward_pass(dout_of_heads, saved, transport.own_heads(piece, sinks), of_piece)
+        target = transport.own_heads(piece, dsinks)
+        if target is not None and own_dsinks is not None:
+            target.copy_(own_dsinks)
+        leaving()
+        own = [grad.to(dout.dtype) for grad in grads]
+        leaving = transport.to_tokens(piece, "gradients", [(own[0], dq)], [(own[1], dk), (own[2], dv)])
+    leaving()
+    return dq, dk, dv, dsinks
 
 
 def forward_pass(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, execution: Execution) -> Saved:
@@ -133,9 +135,7 @@ def forward_pass(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, executio
         return Saved(q, k, v, out, lse)
 
 
-def backward_pass(
-    dout: Tensor, saved: Saved, sinks: Tensor | None, execution: Execution
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def backward_pass(dout: Tensor, saved: Saved, sinks: Tensor | None, execution: Execution) -> AllGradients:
     """Returns dq, dk and dv, in the accumulation dtype or the dtype of q, and the gradient of sinks, if there are any."""
     transport, kernel, scale, _ = execution
     with without_autocast(dout):

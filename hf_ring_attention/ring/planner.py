@@ -10,11 +10,12 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from ..plan.choices import decide_call
+from ..plan.choices import Decision, decide_call
 from ..plan.joins import Joining
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents, Problem
@@ -27,27 +28,9 @@ from .bindings import ROUNDS_TO_WAIT, Bindings
 
 logger = logging.getLogger(__name__)
 
-
-class Turns:
-    """Lets threads with equal keys go one after another, and threads with different keys side by side."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        #: The lock of each key in use; the last thread with a key drops its lock.
-        self._turns: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
-
-    @contextlib.contextmanager
-    def of(self, key: Any) -> Iterator[None]:
-        """Waits until no other thread is in this context with an equal key."""
-        with self._lock:
-            turn = self._turns.setdefault(key, threading.Lock())
-        with turn:
-            yield
-
-
-#: Threads with equal problems, such as ranks that are threads of one process, plan in turn: the first one makes the plans
-#: that all share.
-_PLANNING = Turns()
+#: The locks of the problems that are planned now; the last thread with a problem drops its lock.
+_TURNS: weakref.WeakValueDictionary[Problem, Any] = weakref.WeakValueDictionary()
+_TURNS_LOCK = threading.Lock()
 
 #: The name of the threads that plan ahead.
 THREAD = "ring-planner"
@@ -55,26 +38,46 @@ THREAD = "ring-planner"
 #: The most batches that are remembered until their calls come.
 _MOST_BATCHES = 64
 
-
 #: The rows of a batch; calls of one kind differ in these alone.
 _BatchRows = tuple[SequenceLayout, Documents]
 
 
-class _Kind(NamedTuple):
-    """The common part of the calls of a kind; the problem has no rows."""
+class CallKey(NamedTuple):
+    """The values that decide a call's plan, and its rows of tensors on a device; a kind of calls has a problem without rows."""
 
     problem: Problem
     sizes: RowBytes
     device: torch.device
     joining: Joining | None
 
+    def with_rows(self, layout: SequenceLayout, documents: Documents) -> CallKey:
+        """Returns the key of a call that differs in its rows alone."""
+        return self._replace(problem=replace(self.problem, layout=layout, documents=documents))
+
+
+@contextlib.contextmanager
+def in_turn(problem: Problem) -> Iterator[None]:
+    """Waits until no other thread is in this context with an equal problem.
+
+    Ranks that are threads of one process plan in turn: the first one makes the plans that all share.
+    """
+    with _TURNS_LOCK:
+        turn = _TURNS.setdefault(problem, threading.Lock())
+    with turn:
+        yield
+
+
+def _decided(transport: str, key: CallKey, rank: int) -> tuple[Decision, tuple[Any, ...]]:
+    """Returns the transport of a call, and the function and arguments by which `Bindings` makes its binding."""
+    problem, decision = decide_call(transport, key.problem, key.sizes)
+    return decision, (TRANSPORTS[decision.choice].bind, problem, rank, key.device, key.joining)
+
 
 class Planner:
     """Plans the calls of one rank: each call when it comes, and calls of expected batches before, in a thread of its own.
 
-    Calls teach it the kinds of calls: all of a problem but its rows. `expect` announces the rows of a coming batch, and the
-    planner plans them for all kinds of the last few batches. It only makes bindings: it changes no result, and talks to no
-    other rank. The thread ends when all is planned, so none is left between batches.
+    Calls teach it the kinds of calls. `expect` announces the rows of a coming batch, and the planner plans them for all kinds
+    of the last few batches. It changes no result, and talks to no other rank. The thread ends when all is planned.
     """
 
     def __init__(self, transport: str, communicator: Communicator | None, bindings: Bindings, traffic: Traffic) -> None:
@@ -85,8 +88,8 @@ class Planner:
         #: The batch of the last call, and after it the expected batches in their order.
         self._batches: OrderedDict[_BatchRows, None] = OrderedDict()
         #: Kinds of calls, by the last round in which one came with the rows of an expected batch.
-        self._kinds: dict[_Kind, int] = {}
-        self._jobs: deque[tuple[_Kind, _BatchRows]] = deque()
+        self._kinds: dict[CallKey, int] = {}
+        self._jobs: deque[tuple[CallKey, _BatchRows]] = deque()
         #: A round is some batches that are expected together, and then their calls.
         self._round, self._called = 0, False
         self._thread: threading.Thread | None = None
@@ -94,40 +97,36 @@ class Planner:
         self._working = False
         self._lock = threading.Lock()
 
-    def transport_for(
-        self, problem: Problem, sizes: RowBytes, device: torch.device, joining: Joining | None
-    ) -> Transport | HeadsTransport:
+    def transport_for(self, key: CallKey) -> Transport | HeadsTransport:
         """Returns the transport of a call, with the call's row numbers on the device.
 
         If the thread is making the same binding, this waits for it.
         """
         start = time.perf_counter()
-        with _PLANNING.of(problem):
-            decided, decision = decide_call(self.transport, problem, sizes)
-            spec = TRANSPORTS[decision.choice]
-            binding = self.bindings.of(spec.bind, decided, self._rank, device, joining)
+        with in_turn(key.problem):
+            decision, call = _decided(self.transport, key, self._rank)
+            binding = self.bindings.of(*call)
         self._traffic.planned_seconds += time.perf_counter() - start
-        self._learn(problem, sizes, device, joining)
+        self._learn(key)
         if self._rank == 0 and decision.choice not in self._logged:  # once, whatever the number of layers and calls
             self._logged.add(decision.choice)
-            ranks = problem.layout.world_size
+            ranks = key.problem.layout.world_size
             logger.info("ring of %d: transport %s, because %s", ranks, decision.choice, decision.reason)
-        transport: Transport | HeadsTransport = spec.make(binding, self._communicator, self._traffic)
-        return transport
+        make: Callable[..., Transport | HeadsTransport] = TRANSPORTS[decision.choice].make
+        return make(binding, self._communicator, self._traffic)
 
-    def _learn(self, problem: Problem, sizes: RowBytes, device: torch.device, joining: Joining | None) -> None:
+    def _learn(self, key: CallKey) -> None:
         """Remembers the kind of a call that came, and plans it for the batches that are expected after this one."""
-        if not self._batches or device.type not in ("cpu", "cuda"):
+        if not self._batches or key.device.type not in ("cpu", "cuda"):
             return
-        rows = problem.layout, problem.documents
+        rows = key.problem.layout, key.problem.documents
         with self._lock:
             self._called = True
             if rows not in self._batches:
                 return
             while next(iter(self._batches)) != rows:
                 self._batches.popitem(last=False)
-            no_rows = SequenceLayout("contiguous", 1, problem.layout.world_size)
-            kind = _Kind(replace(problem, layout=no_rows, documents=()), sizes, device, joining)
+            kind = key.with_rows(SequenceLayout("contiguous", 1, rows[0].world_size), ())
             if kind not in self._kinds:
                 self._begin([(kind, batch) for batch in list(self._batches)[1:]])
             self._kinds[kind] = self._round
@@ -135,8 +134,7 @@ class Planner:
     def expect(self, layout: SequenceLayout, documents: Documents) -> None:
         """Plans the calls of a coming batch, of all kinds that came in the last few rounds, and returns at once.
 
-        A batch may be announced several times. A kind whose calls come with other rows than the expected ones, as in a model
-        of images, is not planned: its plans would meet no call.
+        A batch may be announced several times. A kind that comes with other rows, as in a model of images, is not planned.
         """
         rows = layout, documents
         with self._lock:
@@ -158,7 +156,7 @@ class Planner:
         if thread is not None:
             thread.join()
 
-    def _begin(self, jobs: list[tuple[_Kind, _BatchRows]]) -> None:
+    def _begin(self, jobs: list[tuple[CallKey, _BatchRows]]) -> None:
         """Hands jobs to the thread, and starts it if it has ended; the lock is held."""
         self._jobs.extend(jobs)
         alive = self._thread is not None and self._thread.is_alive()  # a fork copies the thread object, not the thread
@@ -175,16 +173,14 @@ class Planner:
                 self._jobs.clear()
                 self._working = False
                 return None
-            kind, rows = self._jobs.popleft()
-        transport, rank, bindings = self.transport, self._rank, self.bindings
-        return lambda: _plan_ahead(kind, rows, transport, rank, bindings)
+            return partial(_plan_ahead, *self._jobs.popleft(), self.transport, self._rank, self.bindings)
 
 
-def _plan_ahead(kind: _Kind, rows: _BatchRows, transport: str, rank: int, bindings: Bindings) -> None:
-    problem = replace(kind.problem, layout=rows[0], documents=rows[1])
-    with _PLANNING.of(problem):
-        problem, decision = decide_call(transport, problem, kind.sizes)
-        bindings.make_ahead(kind.device, TRANSPORTS[decision.choice].bind, problem, rank, kind.device, kind.joining)
+def _plan_ahead(kind: CallKey, rows: _BatchRows, transport: str, rank: int, bindings: Bindings) -> None:
+    key = kind.with_rows(*rows)
+    with in_turn(key.problem):
+        _, call = _decided(transport, key, rank)
+        bindings.make_ahead(key.device, *call)
 
 
 def _work(reference: weakref.ref[Planner]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pkgutil import resolve_name
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -93,10 +93,8 @@ class Ring:
 
         The ranks of a ring are one data-parallel replica, so from now on the accelerator counts rings. `prepare` gives the
         ranks of a ring the same batches, and steps schedules once for each ring. `num_processes`, `process_index`, `gather`,
-        `gather_for_metrics` and `reduce` take each ring once. `accelerator.state` keeps the numbers of processes.
-
-        Ranks of a ring are neighbours in the world, so they share a node if possible. The ring is number `dp_rank` of
-        `dp_size` rings, which read different rows. DDP and FSDP span the whole world.
+        `gather_for_metrics` and `reduce` take each ring once. `accelerator.state` keeps the numbers of processes. DDP and FSDP
+        span the whole world. The ranks of a ring, number `dp_rank` of `dp_size`, are neighbours in the world.
 
         With `ParallelismConfig(cp_size=N)`, rings are the dimension "cp" of the accelerator's own device mesh. The config then
         gets cp_size=1 and N times its dp_shard_size: FSDP shards the model as before, and Accelerate's own context
@@ -154,8 +152,8 @@ class Ring:
     def prepare_data_loader(self, loader: Any, *, pattern: Pattern | str | None = None) -> Any:
         """Returns the result of `accelerator.prepare(loader)`, except that the loader's workers cut the rows.
 
-        `model(**batch)` returns the same for such a batch as for a whole one. It pays for long rows: each process moves only
-        its part to its device, and attention over the next batch is planned while the loop computes.
+        `model(**batch)` returns the same as for a whole batch. It pays for long rows: each process moves only its part to its
+        device, and attention over the next batch is planned while the loop computes.
 
         Args:
             loader: a torch DataLoader, of batches that are mappings with input_ids [B, n].
@@ -165,8 +163,6 @@ class Ring:
             ValueError: a ring without an accelerator or a patched model, or a loader that was prepared already.
         """
         return resolve_name(CALLBACKS["prepare_data_loader"])(loader, self, pattern)
-
-    # ---- sequences and their parts
 
     def layout_for(
         self, seq_len: int, pattern: Pattern | str, documents: Sequence[Sequence[tuple[int, int]]] | None = None
@@ -236,21 +232,16 @@ class Ring:
         with self.agreement("unshard", by_digest=True) as call:
             self.check_layout(layout)
             check_shard(local, layout, dim)
-            call.values = {
-                "the shape of a rank's tensor": tuple(local.shape),
-                "dtype": local.dtype,
-                "dim": dim,
-                "whether gradients are recorded": is_recorded(local),
-            }
+            call.values = {"the shape of a rank's tensor": tuple(local.shape), "dtype": local.dtype, "dim": dim}
+            call.same("whether gradients are recorded", is_recorded(local))
         return whole_of(self.side_by_side(local, dim), layout, dim % local.dim())
 
     def side_by_side(self, local: Tensor, dim: int) -> Tensor:
         """Returns the tensors of all ranks along `dim`, once the ranks have agreed; it is differentiable."""
         if self.world_size == 1:
             return local
-        before_backward = self.calls.backward_check() if is_recorded(local) else None
-        whole: Tensor = SideBySide.apply(local, self.communicator, self._traffic, dim % local.dim(), before_backward)
-        return whole
+        check = self.calls.backward_check() if is_recorded(local) else None
+        return cast(Tensor, SideBySide.apply(local, self.communicator, self._traffic, dim % local.dim(), check))
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """Returns x of every rank, of equal shapes; it is not differentiable."""
@@ -267,14 +258,10 @@ class Ring:
         """Starts the counters of `traffic` at zero; calls under way go on counting."""
         self._traffic.reset()
 
-    # ---- agreement
-
     def agreement(
         self, call: str, *, everywhere: bool = False, by_digest: bool = False
     ) -> AbstractContextManager[Agreement]:
         """Returns a context in which this rank checks its part of a call: all ranks go on with equal values, or all raise.
-
-        `transport.agreement.agreement` has an example.
 
         Args:
             everywhere: whether all processes that train together agree, not only the ranks of this ring.

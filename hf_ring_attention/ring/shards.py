@@ -39,10 +39,8 @@ def whole_of(shards: Tensor, layout: SequenceLayout, dim: int) -> Tensor:
         return _rows_at(shards, places, dim)
     parts = {}
     for rank in range(layout.world_size):
-        offset = rank * layout.local_len
-        for piece in layout.pieces(rank):
-            parts[piece.start] = shards.narrow(dim, offset, len(piece))
-            offset += len(piece)
+        for place, piece in layout.placed_pieces(rank):
+            parts[piece.start] = shards.narrow(dim, rank * layout.local_len + place, len(piece))
     return torch.cat([parts[start] for start in sorted(parts)], dim).narrow(dim, 0, layout.seq_len)
 
 

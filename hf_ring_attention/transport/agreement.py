@@ -38,34 +38,79 @@ def is_alone(communicator: Communicator | None) -> bool:
 
 @dataclass
 class Agreement:
-    """The values that one rank brings to an agreement, and the messages that it gets from it."""
+    """A call that ranks compare: the values that one rank brings to it, and the messages that it gets from it."""
 
-    values: dict[str, Any] = field(default_factory=dict)  # must be equal on all ranks, by their names in an error
+    communicator: Communicator | None
+    who: str  # the name of a rank in errors: "rank", or "process" beyond one ring
+    call: str
+    values: Mapping[str, Any] = field(default_factory=dict)  # must be equal on all ranks, by their names in an error
     message: Any = None  # to the other ranks; messages may differ
-    answers: list[Any] = field(default_factory=list)  # the message of each rank, once all have agreed
-    digest: int = 0  # stands for the call and its values if ranks compared digests
+    answers: list[Any] = field(default_factory=list)  # the message of each rank, once all have agreed; empty by digest
+    digest: int = 0  # stands for the call and its values if ranks compare digests
 
     def same(self, name: str, value: Any) -> None:
         """Requires all ranks to have this value."""
-        self.values[name] = value
+        self.values = {**self.values, name: value}
+
+    def settle(self, error: BaseException | None = None) -> None:
+        """Checks in one or two small exchanges that all ranks make the same call with equal values and without an error.
+
+        Every agreement begins with the same exchange of 8 bytes, so that ranks in different calls understand each other: unless
+        all ranks have one `digest` other than 0, all go on and exchange everything, also their messages.
+
+        Raises:
+            ValueError: on every rank, if one has an error or the ranks differ; the message lists the values of the ranks.
+            RuntimeError: a rank is gone, or too late.
+        """
+        communicator, who, plural = self.communicator, self.who, "ranks" if self.who == "rank" else "processes"
+        if communicator is None or is_alone(communicator):
+            if error is not None:
+                raise error
+            self.answers = [self.message]
+            return
+        digest = 0 if error is not None else self.digest
+        refusal = None if error is None else (type(error).__name__, str(error))
+        try:
+            if {digest, *_from_others(communicator, digest)} == {digest} != {0}:
+                return
+            reports = communicator.gather_objects(({"the call": self.call, **self.values}, refusal, self.message))
+        except RuntimeError as lost:
+            raise RuntimeError(f"comparing the calls of all {plural}, on {who} {communicator.rank}: {lost}") from lost
+        if error is not None:
+            raise error
+        refusals = [(rank, refusal) for rank, (_, refusal, _) in enumerate(reports) if refusal is not None]
+        if refusals:
+            rank, (kind, text) = refusals[0]
+            together = "of the ring" if who == "rank" else f"of {communicator.world_size}"
+            raise (NotImplementedError if kind == "NotImplementedError" else ValueError)(
+                f"{who} {rank} {together} refused the call: {text}"
+            )
+        for name in ("the call", *self.values):  # Values of another call have other names, so its name comes first.
+            by_rank = [values.get(name) for values, _, _ in reports]
+            if any(value != by_rank[0] for value in by_rank):
+                listed = ", ".join(f"{who} {rank}: {value}" for rank, value in enumerate(by_rank))
+                whom = f"{plural} of the ring" if who == "rank" else plural
+                remedy = "make the same calls in one order" if name == "the call" else "pass the same"
+                raise ValueError(f"the {whom} disagree on {name}: {listed}; all must {remedy}")
+        self.answers = [message for _, _, message in reports]
 
 
 @contextmanager
 def agreement(communicator: Communicator | None, who: str, call: str, by_digest: bool = False) -> Iterator[Agreement]:
-    """Collects the values and an error of this rank in a call, and then raises on all ranks or on none, as `agree`.
+    """Collects the values and an error of this rank in a call, and then raises on all ranks or on none (`Agreement.settle`).
 
     with ring.agreement("a product") as call:
         check(x)                                # an error here is raised on all ranks
         call.same("the shape of x", x.shape)    # and so is one for a difference
     """
-    agreed, error = Agreement(), None
+    agreed, error = Agreement(communicator, who, call), None
     try:
         yield agreed
     except _REFUSALS as refusal:
         error = refusal
     if by_digest and not is_alone(communicator):
         agreed.digest = _digest_of_call((call, *agreed.values.items()))
-    agreed.answers = agree(communicator, who, call, agreed.values, error, agreed.message, agreed.digest)
+    agreed.settle(error)
 
 
 class Calls:
@@ -85,7 +130,7 @@ class Calls:
         """Checks that all ranks make this call with equal values; 0 if their digest is not known yet."""
         if not is_alone(self._communicator):
             digest = digest or _digest_of_call((call, *values.items()))
-            agree(self._communicator, "rank", call, values, None, digest=digest)
+            Agreement(self._communicator, "rank", call, values, digest=digest).settle()
 
     def backward_check(self) -> Callable[[], None] | None:
         """Returns the first act of a call's backward pass: it checks that all ranks run the backward pass of this call.
@@ -97,57 +142,6 @@ class Calls:
         self._count += 1
         call = f"the backward pass of call {self._count}, of those that recorded gradients"
         return partial(self.compare, call, {}, self._count)
-
-
-def agree(
-    communicator: Communicator | None,
-    who: str,
-    call: str,
-    values: Mapping[str, Any],
-    error: BaseException | None,
-    tell: Any = None,
-    digest: int = 0,
-) -> list[Any]:
-    """Checks in one or two small exchanges that all ranks make the same call with equal values and without an error.
-
-    Every agreement begins with the same exchange of 8 bytes, so that ranks in different calls understand each other: unless
-    all ranks have one `digest` other than 0, all go on and exchange everything, also what each rank has to `tell`. Returns the
-    messages of all ranks, or nothing by one digest. In errors, a rank is called `who`: "rank" or "process".
-
-    Raises:
-        ValueError: on every rank, if one has an error or the ranks differ; the message lists the values of the ranks.
-        RuntimeError: a rank is gone, or too late.
-    """
-    if communicator is None or is_alone(communicator):
-        if error is not None:
-            raise error
-        return [tell]
-    digest = 0 if error is not None else digest
-    message = None if error is None else (type(error).__name__, str(error))
-    try:
-        if {digest, *_from_others(communicator, digest)} == {digest} != {0}:
-            return []
-        reports = communicator.gather_objects(({"the call": call, **values}, message, tell))
-    except RuntimeError as lost:
-        all_ranks = "all ranks" if who == "rank" else "all processes"
-        raise RuntimeError(f"comparing the calls of {all_ranks}, on {who} {communicator.rank}: {lost}") from lost
-    if error is not None:
-        raise error
-    refusals = {rank: message for rank, (_, message, _) in enumerate(reports) if message is not None}
-    together = "of the ring" if who == "rank" else f"of {communicator.world_size}"
-    if refusals:
-        rank, (kind, text) = min(refusals.items())
-        raise (NotImplementedError if kind == "NotImplementedError" else ValueError)(
-            f"{who} {rank} {together} refused the call: {text}"
-        )
-    for name in ("the call", *values):  # Values of another call have other names, so its name comes first.
-        by_rank = [rank_values.get(name) for rank_values, _, _ in reports]
-        if any(value != by_rank[0] for value in by_rank):
-            values_by_rank = ", ".join(f"{who} {rank}: {value}" for rank, value in enumerate(by_rank))
-            whom = "ranks of the ring" if who == "rank" else "processes"
-            remedy = "make the same calls in one order" if name == "the call" else "pass the same"
-            raise ValueError(f"the {whom} disagree on {name}: {values_by_rank}; all must {remedy}")
-    return [answer for _, _, answer in reports]
 
 
 def _from_others(communicator: Communicator, number: int) -> list[int]:

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from ..compute.binding import Binder, BoundBatch, OwnBinding, bind_own
 from ..compute.merge import accumulation_dtype
-from ..compute.rows import IndexRows
+from ..compute.rows import IndexRows, explicit_rows
 from ..plan.joins import Joining
 from ..plan.plans import TileBatch, plan_rank
 from ..plan.problem import Problem
 from ..plan.routes import needed
-from .communicators import Exchanger
+from ..plan.traffic import exchanged
+from .communicators import Communicator
 from .row_sets import Payload, RowSet
 from .transports import Link, Step, StepGradients, Traffic
 
@@ -35,49 +36,41 @@ class CollectiveBinding:
 def bind_collective(problem: Problem, rank: int, device: torch.device, joining: Joining | None) -> CollectiveBinding:
     """Binds the plan of `rank` for one exchange of the rows that ranks need."""
     binder, layout, heads = Binder(problem, device, joining), problem.layout, range(problem.num_kv_heads)
-    peers = [peer for peer in range(layout.world_size) if peer != rank]
 
-    def payload(reader: int, source: int) -> Tensor:
+    def rows_for(reader: int, source: int) -> Tensor:
         return Payload(needed(problem, reader, source), problem, heads, device).numbers
 
-    send = {peer: payload(peer, rank) for peer in peers}
-    receive = {peer: payload(rank, peer) for peer in peers}
-    nothing = torch.empty(0, dtype=torch.int64, device=device)
-    send_counts, receive_counts = (
-        [len(rows.get(peer, nothing)) for peer in range(layout.world_size)] for rows in (send, receive)
-    )
+    ranks = range(layout.world_size)
+    send, receive = [rows_for(peer, rank) for peer in ranks], [rows_for(rank, peer) for peer in ranks]
     # Rows arrive by source, and by their number there; tiles number them as in the whole sequence.
-    whole = []
-    for peer, numbers in receive.items():
+    whole = [receive[rank]]  # It needs none of its own.
+    for peer, numbers in enumerate(receive):
+        if not len(numbers):
+            continue
         rows = [layout.positions(peer, row) for row in range(len(layout.rows) or 1)]
         positions, local = torch.tensor(rows, device=device), numbers % layout.local_len
         row_of_head = numbers // layout.local_len
         batch_row = row_of_head // problem.num_kv_heads if layout.rows else torch.zeros_like(local)
         whole.append(row_of_head * layout.padded_len + positions[batch_row, local])
-    numbers, places = torch.sort(torch.cat(whole)) if whole else (nothing, nothing)
+    numbers, places = torch.sort(torch.cat(whole))
 
     def arrived(batch: TileBatch) -> IndexRows:
-        rows = places[torch.searchsorted(numbers, binder.key_numbers(batch, layout.padded_len))]
-        return IndexRows(batch.num_keys, rows=rows)
+        return explicit_rows(places[torch.searchsorted(numbers, binder.key_numbers(batch, layout.padded_len))])
 
     return CollectiveBinding(
         own=bind_own(problem, rank, device, joining),
         remote=binder.calls(plan_rank(problem, rank).remote, lambda batch: None, arrived),
-        used=any(needed(problem, a, b) for a in range(layout.world_size) for b in range(layout.world_size)),
-        send=RowSet(sum(send_counts), torch.cat([nothing, *send.values()])),  # by reader, not ascending
-        send_counts=send_counts,
-        receive_counts=receive_counts,
+        used=any(map(any, exchanged(problem))),
+        send=RowSet(sum(map(len, send)), torch.cat(send)),  # by reader, not ascending
+        send_counts=[*map(len, send)],
+        receive_counts=[*map(len, receive)],
     )
 
 
 class CollectiveTransport:
-    """Exchanges the needed rows of all ranks by one all-to-all in forward, and by two in backward.
+    """Exchanges the needed rows of all ranks, keys beside values, by one all-to-all in forward, and by two in backward."""
 
-    Memory and traffic count the needed rows only. K and V travel side by side in one message, gradients in the accumulation
-    dtype.
-    """
-
-    def __init__(self, binding: CollectiveBinding, communicator: Exchanger, traffic: Traffic) -> None:
+    def __init__(self, binding: CollectiveBinding, communicator: Communicator, traffic: Traffic) -> None:
         self.binding = binding
         self.whole = None if binding.used else binding.own.whole
         self.link = Link(communicator, traffic, "collective attention")
@@ -88,14 +81,14 @@ class CollectiveTransport:
             yield Step(k, v, binding.own.batches, gradients)
             return
         name = "forward" if gradients is None else "backward"
-        received, arriving = self.link.all_to_all(
+        received, wait = self.link.all_to_all(
             f"{name} pass, keys and values",
             torch.cat([binding.send.take(x) for x in (k, v)], dim=-1),
             binding.send_counts,
             binding.receive_counts,
         )
         yield Step(k, v, binding.own.batches, gradients)
-        arriving.wait()
+        wait()
         keys, values = received[None, None].split(widths, dim=-1)
         if gradients is None:
             yield Step(keys, values, binding.remote)
@@ -103,9 +96,9 @@ class CollectiveTransport:
         grads = torch.zeros_like(received, dtype=accumulation_dtype(k.dtype))
         dkeys, dvalues = grads[None, None].split(widths, dim=-1)
         yield Step(keys, values, binding.remote, (dkeys, dvalues))
-        home, arriving = self.link.all_to_all(
+        home, wait = self.link.all_to_all(
             "backward pass, gradients", grads, binding.receive_counts, binding.send_counts
         )
-        arriving.wait()
+        wait()
         for target, part in zip(gradients, home.split(widths, dim=-1)):
             binding.send.add_(target, part)

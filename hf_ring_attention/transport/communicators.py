@@ -1,7 +1,4 @@
-"""The messages between ranks of a ring, over a torch.distributed process group or inside one process.
-
-Transports and `Ring` send rows by these few operations of torch.distributed only.
-"""
+"""The messages between ranks of a ring, over a torch.distributed process group or inside one process."""
 
 from __future__ import annotations
 
@@ -31,8 +28,8 @@ class Message(NamedTuple):
 Wait = Callable[[], None]
 
 
-class Exchanger(Protocol):
-    """The connection of this rank to `world_size` ranks, numbered from 0, for rows."""
+class Communicator(Protocol):
+    """The connection of this rank to the `world_size` ranks of its ring, numbered from 0."""
 
     rank: int
     world_size: int
@@ -43,10 +40,6 @@ class Exchanger(Protocol):
     def all_to_all(self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]) -> Wait:
         """Starts to send rows of `sent` to each rank, in the order of ranks, and to fill `received` likewise."""
 
-
-class Communicator(Exchanger, Protocol):
-    """The connection of this rank to the ranks of its ring, by their numbers in the ring."""
-
     def gather(self, x: Tensor) -> list[Tensor]:
         """Returns x of all ranks; the shapes are equal."""
 
@@ -54,49 +47,19 @@ class Communicator(Exchanger, Protocol):
         """Returns the picklable x of all ranks."""
 
 
-class PartOfRanks:
-    """Some ranks of a communicator, by their place among `members`; other parts send at the same time as this one.
-
-    Every rank of the communicator is in one part, and all of them make the same calls, each in its own part.
-    """
-
-    def __init__(self, whole: Exchanger, members: Sequence[int]) -> None:
-        self.whole = whole
-        self.members = list(members)
-        self.rank = self.members.index(whole.rank)
-        self.world_size = len(self.members)
-
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Wait:
-        """As `Exchanger.exchange`."""
-        return self.whole.exchange(
-            [Message(self.members[peer], tensor) for peer, tensor in sends],
-            [Message(self.members[peer], tensor) for peer, tensor in receives],
-        )
-
-    def all_to_all(self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]) -> Wait:
-        """As `Exchanger.all_to_all`; members must ascend, since rows are in the order of all ranks."""
-        counts = [[0] * self.whole.world_size for _ in range(2)]
-        for whole, part in zip(counts, (receive_counts, send_counts)):
-            for member, count in zip(self.members, part):
-                whole[member] = count
-        return self.whole.all_to_all(received, sent, *counts)
-
-
 def companion_of(group: dist.ProcessGroup) -> Any:
     """Returns gloo's connection of the ranks of a group that takes no CPU tensors, as "nccl"; None for a group that does.
 
-    All ranks of the group must make it together, and no other rank. `dist.new_group` cannot make it: without the other ranks
-    of the world it names a group by a count that may differ between ranks. The name of `group` is the same on all.
+    All ranks of the group make it together, and no other rank. `dist.new_group` cannot: without the other ranks of the world
+    it names a group by a count that may differ between ranks. The name of `group` is the same on all.
     """
     if "cpu" in (served.partition(":")[0] for served in dist.get_backend_config(group).split(",")):
         return None
-    companion = _COMPANIONS.get(group)
-    if companion is None:
+    if group not in _COMPANIONS:
         store = dist.PrefixStore(f"hf_ring_attention/{group.group_name}", default_store())
         # The group's own timeout: who waits longer for a device may wait as long for the comparison before.
-        companion = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout_of(group))
-        _COMPANIONS[group] = companion
-    return companion
+        _COMPANIONS[group] = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout_of(group))
+    return _COMPANIONS[group]
 
 
 def _wait(works: list[tuple[dist.Work, str]]) -> None:
@@ -114,8 +77,7 @@ class ProcessGroupCommunicator:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
 
     @cached_property
     def _companion(self) -> Any:
@@ -126,8 +88,9 @@ class ProcessGroupCommunicator:
         return self._companion if all(x.is_cpu for x in tensors) else None
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Wait:
-        names = [f"sending to rank {peer}" for peer, _ in sends]
-        names += [f"receiving from rank {peer}" for peer, _ in receives]
+        names = [f"sending to rank {peer}" for peer, _ in sends] + [
+            f"receiving from rank {peer}" for peer, _ in receives
+        ]
         try:
             beside = self._beside([x for _, x in (*sends, *receives)])
             if beside is None:

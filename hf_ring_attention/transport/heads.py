@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from ..plan.heads import Heads, Place, group_size, pieces_of, place_of, problem_of_heads, rows_of_member
 from ..plan.joins import Joining
 from ..plan.problem import Problem
-from .communicators import Exchanger, PartOfRanks
+from .communicators import Communicator
 from .ring import RingBinding, RingTransport, bind_ring
 from .transports import Link, Traffic
 
@@ -22,10 +23,18 @@ Finish = Callable[[], list[Tensor]]
 
 @dataclass(frozen=True)
 class HeadsPiece:
-    """Heads that are exchanged and computed together: the heads of each member of a group, and the steps of its ring."""
+    """Heads that are exchanged and computed together."""
 
-    of_ranks: tuple[Heads, ...]
-    ring: RingBinding
+    of_ranks: tuple[Heads, ...]  # of each member of a group
+    ring: RingBinding  # the steps round the ring of the ranks that have them
+
+
+class RowsOfRun(NamedTuple):
+    """A run of a member's tokens in some batch rows: its rows among the group's, and among the member's own."""
+
+    batch_rows: slice
+    of_group: slice
+    own: slice
 
 
 @dataclass(frozen=True)
@@ -34,15 +43,12 @@ class HeadsBinding:
 
     pieces: tuple[HeadsPiece, ...]
     place: Place
-    #: For each member of the group, the runs of its tokens among the rows of the group: for each batch row, or once if all
-    #: batch rows are divided alike.
-    rows: tuple[tuple[tuple[range, ...], ...], ...]
+    rows: tuple[tuple[RowsOfRun, ...], ...]  # the tokens of each member of the group
 
 
 def bind_heads(problem: Problem, rank: int, device: torch.device, joining: Joining | None) -> HeadsBinding:
     """Binds the plan of `rank` for the heads transport."""
     place, members = place_of(problem, rank), range(group_size(problem))
-    batch_rows = range(len(problem.layout.rows) or 1)
 
     def ring(heads: Heads) -> RingBinding:
         return bind_ring(problem_of_heads(problem, heads), place.group, device, joining)
@@ -51,32 +57,39 @@ def bind_heads(problem: Problem, rank: int, device: torch.device, joining: Joini
     return HeadsBinding(
         pieces=tuple(HeadsPiece(of_ranks, ring(of_ranks[place.member])) for of_ranks in pieces),
         place=place,
-        rows=tuple(
-            tuple(rows_of_member(problem, place._replace(member=member), row) for row in batch_rows)
-            for member in members
-        ),
+        rows=tuple(tuple(_rows_of_runs(problem, place._replace(member=member))) for member in members),
     )
+
+
+def _rows_of_runs(problem: Problem, place: Place) -> Iterator[RowsOfRun]:
+    """Yields the runs of a member's tokens, in the order in which it holds them; all batch rows together if they are alike."""
+    count = len(problem.layout.rows)
+    for row in range(count or 1):
+        runs = rows_of_member(problem, place, row)
+        starts = itertools.accumulate((len(run) for run in runs), initial=0)
+        for run, start in zip(runs, starts):
+            batch_rows = slice(row, row + 1) if count else slice(None)
+            yield RowsOfRun(batch_rows, _slice_of(run), slice(start, start + len(run)))
 
 
 class HeadsTransport:
     """Exchanges tokens for heads, a piece of the heads at a time, all tensors of a piece in one message to each rank."""
 
-    def __init__(self, binding: HeadsBinding, communicator: Exchanger, traffic: Traffic) -> None:
-        self.binding, self.traffic = binding, traffic
-        (group, self.rank), size = binding.place, len(binding.rows)
-        #: The group that exchanges heads, and the ring of the ranks that have the same heads in all groups.
-        self.group = PartOfRanks(communicator, range(group * size, (group + 1) * size))
-        self.ring = PartOfRanks(communicator, range(self.rank, communicator.world_size, size))
-        self.link = Link(self.group, traffic, "attention by heads", communicator.rank)
+    def __init__(self, binding: HeadsBinding, communicator: Communicator, traffic: Traffic) -> None:
+        (group, self.member), size = binding.place, len(binding.rows)
+        self.binding = binding
+        self.link = Link(communicator, traffic, "attention by heads", range(group * size, (group + 1) * size))
+        self.num_kv_heads = binding.pieces[-1].of_ranks[-1].kv.stop
 
     def of_piece(self, piece: HeadsPiece) -> RingTransport:
-        """Returns the transport of a piece's heads, once the tokens of the group are here."""
-        return RingTransport(piece.ring, self.ring, self.traffic, self.link.rank)
+        """Returns the transport of a piece's heads among the ranks that have them, once the tokens of the group are here."""
+        communicator, size = self.link.communicator, len(self.binding.rows)
+        same_heads = range(self.member, communicator.world_size, size)
+        return RingTransport(piece.ring, communicator, self.link.traffic, same_heads)
 
     def own_heads(self, piece: HeadsPiece, x: Tensor | None) -> Tensor | None:
         """Returns a view of the numbers that this rank's heads of a piece have in x [H]; None for None."""
-        heads = piece.of_ranks[self.rank].query
-        return None if x is None else x[heads.start : heads.stop]
+        return None if x is None else x[_slice_of(piece.of_ranks[self.member].query)]
 
     def in_turn(
         self, content: str, queries: Sequence[Tensor], keys: Sequence[Tensor]
@@ -99,16 +112,15 @@ class HeadsTransport:
         tensors += [(x, [heads.kv for heads in piece.of_ranks]) for x in keys]
 
         def sent(rank: int) -> list[Tensor]:
-            return [x[:, heads[rank].start : heads[rank].stop] for x, heads in tensors]
+            return [x[:, _slice_of(heads[rank])] for x, heads in tensors]
 
         def finish(parts: list[list[Tensor]]) -> list[Tensor]:
             wholes = []
             for number, (x, heads) in enumerate(tensors):
-                shape = (x.shape[0], len(heads[self.rank]), x.shape[2] * len(heads), *x.shape[3:])
-                whole = x.new_empty(shape)
+                whole = x.new_empty(x.shape[0], len(heads[self.member]), x.shape[2] * len(heads), *x.shape[3:])
                 for runs, part in zip(self.binding.rows, parts):
-                    for batch_rows, run, own in _by_run(runs):
-                        whole[batch_rows, :, run] = part[number][batch_rows, :, own]
+                    for batch_rows, of_group, own in runs:
+                        whole[batch_rows, :, of_group] = part[number][batch_rows, :, own]
                 wholes.append(whole)
             return wholes
 
@@ -128,14 +140,14 @@ class HeadsTransport:
         tensors = [x for x, _ in (*queries, *keys)]
 
         def sent(rank: int) -> list[Tensor]:
-            return [_rows_of_member(x, self.binding.rows[rank]) for x in tensors]
+            return [_rows_of_member(x, self.binding.rows[rank], x.shape[2] // len(self.binding.rows)) for x in tensors]
 
         def finish(parts: list[list[Tensor]]) -> list[Tensor]:
             for heads, part in zip(piece.of_ranks, parts):
                 for (_, target), rows in zip(queries, part):
-                    target[:, heads.query.start : heads.query.stop] = rows
+                    target[:, _slice_of(heads.query)] = rows
                 for (_, target), rows in zip(keys, part[len(queries) :]):
-                    target[:, heads.kv.start : heads.kv.stop] += rows
+                    target[:, _slice_of(heads.kv)] += rows
             return []
 
         return self._start(content, sent, finish)
@@ -144,47 +156,34 @@ class HeadsTransport:
         self, content: str, sent: Callable[[int], list[Tensor]], finish: Callable[[list[list[Tensor]]], list[Tensor]]
     ) -> Finish:
         """Starts to send `sent(rank)` to each other member, and to receive as much from it; `finish` takes all parts."""
-        own, members = sent(self.rank), range(len(self.binding.rows))
-        others = [member for member in members if member != self.rank]
+        own, members = sent(self.member), range(len(self.binding.rows))
+        others = [member for member in members if member != self.member]
         if not others:
             return lambda: finish([own])
-        message = _cat([x.flatten() for member in others for x in sent(member)])
-        message = message.contiguous()  # The gradient of a sum is one number for all rows.
-        counts = [0 if member == self.rank else message.numel() // len(others) for member in members]
-        received, arriving = self.link.all_to_all(content, message, counts, counts)
+        parts = [x.flatten() for member in others for x in sent(member)]
+        # The gradient of a sum is one number for all rows.
+        message = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
+        counts = [0 if member == self.member else message.numel() // len(others) for member in members]
+        received, wait = self.link.all_to_all(content, message, counts, counts)
 
         def arrived() -> list[Tensor]:
-            arriving.wait()
-            shapes = [x.shape for x in own]
-            parts = received.split(counts)
-            return finish([own if i == self.rank else _unpacked(part, shapes) for i, part in enumerate(parts)])
+            wait()
+            parts = [part.split([x.numel() for x in own]) for part in received.split(counts) if len(part)]
+            came = [[x.view(like.shape) for x, like in zip(part, own)] for part in parts]
+            return finish([*came[: self.member], own, *came[self.member :]])
 
         return arrived
 
 
-def _cat(parts: list[Tensor], dim: int = 0) -> Tensor:
-    """Returns the parts, one after the other; a single part without a copy."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+def _slice_of(run: range) -> slice:
+    return slice(run.start, run.stop)
 
 
-def _unpacked(message: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
-    """Returns the tensors of these shapes that follow each other in a message."""
-    parts = message.split([shape.numel() for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes)]
-
-
-def _by_run(rows: Sequence[Sequence[range]]) -> Iterator[tuple[slice, slice, slice]]:
-    """Yields the batch rows of each run of rows, the run, and the place of the run in the member's own rows."""
-    for row, runs in enumerate(rows):
-        batch_rows = slice(row, row + 1) if len(rows) > 1 else slice(None)
-        starts = itertools.accumulate((len(run) for run in runs), initial=0)
-        for run, start in zip(runs, starts):
-            yield batch_rows, slice(run.start, run.stop), slice(start, start + len(run))
-
-
-def _rows_of_member(x: Tensor, rows: Sequence[Sequence[range]]) -> Tensor:
-    """Returns a member's rows of x [B, heads, tokens, ...], [B, heads, local tokens, ...]."""
-    by_row: dict[int, list[Tensor]] = {}
-    for batch_rows, run, _ in _by_run(rows):
-        by_row.setdefault(batch_rows.start or 0, []).append(x[batch_rows, :, run])
-    return _cat([_cat(runs, 2) for runs in by_row.values()], 0)
+def _rows_of_member(x: Tensor, runs: Sequence[RowsOfRun], local_len: int) -> Tensor:
+    """Returns a member's rows of x [B, heads, tokens, ...], [B, heads, local tokens, ...]; a single run without a copy."""
+    if len(runs) == 1:
+        return x[:, :, runs[0].of_group]
+    rows = x.new_empty(*x.shape[:2], local_len, *x.shape[3:])
+    for batch_rows, of_group, own in runs:
+        rows[batch_rows, :, own] = x[batch_rows, :, of_group]
+    return rows

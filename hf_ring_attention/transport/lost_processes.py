@@ -15,10 +15,8 @@ from ..compute.private import default_store
 
 #: Words in errors of communication, of torch.distributed, its backends and this package's transports.
 _OF_COMMUNICATION = re.compile(
-    r"gloo|nccl|c10d|socket|connection|timed out|timeout|did not end|did not begin|\b(tcp|file|hash|prefix)?store\b",
-    re.IGNORECASE,
+    r"(?i)gloo|nccl|c10d|socket|connection|timed out|timeout|did not end|did not begin|\b(tcp|file|hash|prefix)?store\b"
 )
-
 _KEY = "hf_ring_attention/lost"
 
 
@@ -30,9 +28,8 @@ class LostProcesses(RuntimeError):
 def naming_lost_processes(seconds: float = 5.0) -> Iterator[None]:
     """Names the processes that no longer answer when communication fails inside; it is a context or a decorator.
 
-    A process that meets such an error leaves an entry in the process group's store, and waits for the entries of the others.
-    A process that was killed, that stalls, or that ended by an error of its own leaves no entry. If the process group could
-    not be made, there is no store, and the error names this process only.
+    A process that meets such an error leaves an entry in the process group's store, and waits for the entries of the others:
+    one that was killed, stalls, or ended by its own error leaves none. Without a process group, the error names this process.
 
     Args:
         seconds: the time to wait for the others.
@@ -66,7 +63,7 @@ def naming_lost_processes(seconds: float = 5.0) -> Iterator[None]:
         lost = _silent(seconds)
         if not lost:
             raise
-        # Other processes may be silent because they still wait for the lost one.
+        # Others may be silent because they still wait for the lost one.
         which = f"process {lost[0]}" if len(lost) == 1 else f"one or more of the processes {lost}"
         raise LostProcesses(
             f"lost {which} of {dist.get_world_size()} (killed, stalled, or ended by an error in its own output), so process "
@@ -93,9 +90,8 @@ def _silent(seconds: float) -> list[int]:
 
 def _without_entry(seconds: float) -> list[int]:
     """Leaves this process's entry, and returns the processes without one; process 0 if the store went with it."""
-    store = default_store()
-    own, world_size = dist.get_rank(), dist.get_world_size()
-    silent = [rank for rank in range(world_size) if rank != own]
+    store, own = default_store(), dist.get_rank()
+    silent = [rank for rank in range(dist.get_world_size()) if rank != own]
     try:
         store.set(f"{_KEY}/{own}", "here")
         deadline = time.monotonic() + seconds
@@ -105,5 +101,5 @@ def _without_entry(seconds: float) -> list[int]:
         if own == 0:  # this process may hold the store, which the others still read
             time.sleep(1)
     except (RuntimeError, ValueError, OSError):  # the store is gone, with the process that held it
-        return [0] if own else silent
+        silent = [0] if own else silent
     return silent

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..compute.binding import Binder, BoundBatch, bind_own
 from ..compute.merge import accumulation_dtype
-from ..compute.rows import IndexRows
+from ..compute.rows import explicit_rows
 from ..plan.joins import Joining
 from ..plan.plans import TileBatch, of_heads, tiles_from
 from ..plan.problem import Problem
 from ..plan.routes import Hop, KeyRows, Lap, ring_laps
-from .communicators import Exchanger, Message
+from .communicators import Communicator, Message
 from .row_sets import MessagePool, MessageRows, Payload, RowSet
-from .transports import Arriving, Link, Step, StepGradients, Traffic
+from .transports import Link, Step, StepGradients, Traffic
+
+#: Ends an exchange of gradients, with the gradients of the next payload; None for this rank's own rows.
+_Finish = Callable[[MessageRows | None], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,15 +60,11 @@ def _with_payload(
     binder: Binder, batches: tuple[TileBatch, ...], heads: range, payload: Payload
 ) -> tuple[BoundBatch, ...]:
     """Returns the kernel calls of tiles of these heads with a payload's keys; tiles number keys as its source does."""
-    first = payload.first
-
-    def view(batch: TileBatch) -> BoundBatch | None:
-        return None if first is None else binder.view(batch, heads, 0, first)
-
-    def keys(batch: TileBatch) -> IndexRows:
-        return IndexRows(batch.num_keys, rows=payload.places(binder.key_numbers(batch, binder.key_rows)))
-
-    return binder.calls(batches, view, keys)
+    return binder.calls(
+        batches,
+        lambda batch: None if payload.first is None else binder.view(batch, heads, 0, payload.first),
+        lambda batch: explicit_rows(payload.places(binder.key_numbers(batch, binder.key_rows))),
+    )
 
 
 def bind_ring(problem: Problem, rank: int, device: torch.device, joining: Joining | None) -> RingBinding:
@@ -124,16 +122,16 @@ def _lap_steps(problem: Problem, rank: int, device: torch.device, joining: Joini
 class RingTransport:
     """Rows travel from neighbour to neighbour, each as far as its last reader; gradients follow them, and come home.
 
-    While the caller computes with one payload, the next is under way: two payloads are held, whatever the number of
-    ranks. K and V travel in one message. In backward they travel again; the gradients of a payload's rows follow one
-    computation behind, in the accumulation dtype, and the last rank to use a row sends its gradient to the row's owner.
+    While the caller computes with one payload, the next is under way: two payloads are held, whatever the number of ranks. In
+    backward, the gradients of a payload's rows follow one computation behind, in the accumulation dtype, and the last rank to
+    use a row sends its gradient to the row's owner.
     """
 
     def __init__(
-        self, binding: RingBinding, communicator: Exchanger, traffic: Traffic, rank: int | None = None
+        self, binding: RingBinding, communicator: Communicator, traffic: Traffic, members: Sequence[int] | None = None
     ) -> None:
         self.binding, self.whole = binding, binding.whole
-        self.link = Link(communicator, traffic, "ring attention", rank)
+        self.link = Link(communicator, traffic, "ring attention", members)
 
     def _travel(self, k: Tensor, v: Tensor, name: str) -> Iterator[tuple[RingStep, RingStep | None, Tensor, Tensor]]:
         """Yields each step, the next one, and the step's keys and values, while the keys of the next step are under way."""
@@ -149,13 +147,13 @@ class RingTransport:
                 continue
             (coming,) = pool.take(following.shape)
             (going,) = pool.pack(own if following.number == 1 else held, following.sent)
-            arriving = self.link.exchange(
+            wait = self.link.exchange(
                 f"{name} pass, step {following.number} of {following.of}, keys and values",
                 [Message(following.following, going.message)],
                 [Message(following.previous, coming.message)],
             )
             yield step, following, held.first, held.second
-            arriving.wait()
+            wait()
             pool.give(held)
             if going.buffer is not held.buffer:
                 pool.give(going)
@@ -163,74 +161,60 @@ class RingTransport:
 
     def steps(self, k: Tensor, v: Tensor, gradients: StepGradients = None) -> Iterator[Step]:
         if gradients is not None:
-            yield from self._backward(k, v, gradients)
-            return
-        for step, _, keys, values in self._travel(k, v, "forward"):
-            yield Step(keys, values, step.batches)
+            return self._backward(k, v, gradients)
+        return (Step(keys, values, step.batches) for step, _, keys, values in self._travel(k, v, "forward"))
 
     def _backward(self, k: Tensor, v: Tensor, own: tuple[Tensor, Tensor]) -> Iterator[Step]:
         steps, widths = self.binding.steps, (k.shape[-1], v.shape[-1])
         coming = [step.home.count + after.carried.count for step, after in itertools.pairwise(steps)]
         most = max(steps[-1].home.count, *coming, *(step.arriving for step in steps))
         pool = MessagePool(k, widths, accumulation_dtype(k.dtype), most)
-        flight: _InFlight | None = None
+        finish: _Finish | None = None  # ends the exchange of gradients that is under way
         for step, following, keys, values in self._travel(k, v, "backward"):
-            if not step.number:
-                yield Step(keys, values, step.batches, own)
-                self._finish_gradients(flight, pool, own)
-                flight = None
-                continue
-            (grads,) = pool.take(step.shape)
-            grads.message.zero_()
-            yield Step(keys, values, step.batches, (grads.first, grads.second))
-            self._finish_gradients(flight, pool, own, (step, grads))
-            flight = self._start_gradients(step, following, pool, grads)
-        self._finish_gradients(flight, pool, own)
+            grads = None
+            if step.number:
+                (grads,) = pool.take(step.shape)
+                grads.message.zero_()
+            yield Step(keys, values, step.batches, own if grads is None else (grads.first, grads.second))
+            if finish is not None:
+                finish(grads)
+            finish = None if grads is None else self._start_gradients(step, following, pool, grads, own)
+        if finish is not None:
+            finish(None)
 
     def _start_gradients(
-        self, step: RingStep, following: RingStep | None, pool: MessagePool, grads: MessageRows
-    ) -> _InFlight:
-        """Starts to send the gradients of a step's payload onward and home, and to receive the neighbours' gradients."""
+        self,
+        step: RingStep,
+        following: RingStep | None,
+        pool: MessagePool,
+        grads: MessageRows,
+        own: tuple[Tensor, Tensor],
+    ) -> _Finish:
+        """Starts to send the gradients of a step's payload onward and home, and to receive the neighbours' gradients.
+
+        The end adds the gradients that came: for own rows to dk and dv, and for the next payload's rows to its gradients.
+        """
         carried = 0 if following is None else following.carried.count
         onward, home = pool.take((1, 1, carried), (1, 1, step.home.count))
         goes_on, finished = pool.pack(grads, step.goes_on, step.finished)
         if goes_on.buffer is not grads.buffer:
             pool.give(grads)
-        arriving = self.link.exchange(
+        wait = self.link.exchange(
             f"backward pass, step {step.number} of {step.of}, gradients",
             [Message(step.following, goes_on.message), Message(step.source, finished.message)],
             [Message(step.previous, onward.message), Message(step.last_user, home.message)],
         )
-        return _InFlight(arriving, step, onward, home, goes_on)
 
-    def _finish_gradients(
-        self,
-        flight: _InFlight | None,
-        pool: MessagePool,
-        own: tuple[Tensor, Tensor],
-        payload: tuple[RingStep, MessageRows] | None = None,
-    ) -> None:
-        """Adds the gradients that came: for own rows to dk and dv, and for the rows of a step's payload to its gradients."""
-        if flight is None:
-            return
-        flight.arriving.wait()
-        came = [(flight.step.home, own, flight.home)]
-        if payload is not None:
-            step, grads = payload
-            came.append((step.carried, (grads.first, grads.second), flight.onward))
-        for rows, sums, arrived in came:
-            if rows.count:
-                rows.add_(sums[0], arrived.first.flatten(0, 2))
-                rows.add_(sums[1], arrived.second.flatten(0, 2))
-        pool.give(flight.onward)
-        pool.give(flight.sent)
+        def finish(payload: MessageRows | None) -> None:
+            wait()
+            came = [(step.home, own, home)]
+            if payload is not None and following is not None:
+                came.append((following.carried, (payload.first, payload.second), onward))
+            for rows, sums, arrived in came:
+                if rows.count:
+                    rows.add_(sums[0], arrived.first.flatten(0, 2))
+                    rows.add_(sums[1], arrived.second.flatten(0, 2))
+            pool.give(onward)
+            pool.give(goes_on)
 
-
-class _InFlight(NamedTuple):
-    """The gradients that are under way after a step."""
-
-    arriving: Arriving
-    step: RingStep
-    onward: MessageRows
-    home: MessageRows
-    sent: MessageRows
+        return finish

@@ -48,10 +48,8 @@ class RowSet:
     def of(cls, numbers: Tensor, total: int) -> RowSet:
         """Makes the set of these ascending numbers, of `total` rows."""
         count = len(numbers)
-        if count == total:
-            return cls(count)
-        if not count:
-            return cls(0, numbers)
+        if count in (0, total):
+            return cls(count, None if count else numbers)
         breaks = torch.nonzero(numbers[1:] != numbers[:-1] + 1).flatten()
         length = int(breaks[0]) + 1 if len(breaks) else count
         starts = numbers[::length]
@@ -60,10 +58,6 @@ class RowSet:
         if count == length * len(starts) and torch.equal(runs.numbers().to(numbers.device), numbers):
             return cls(count, None, runs)
         return cls(count, numbers)
-
-    @property
-    def everything(self) -> bool:
-        return self.index is None and self.runs is None
 
     def take(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Returns the rows of x [B, H, n, ...] as [rows, ...]; writes them to `out` [1, 1, rows, ...] if there is one."""
@@ -90,7 +84,12 @@ class RowSet:
 
 
 class Payload:
-    """Key rows in the order in which they are sent: by batch row, head, row."""
+    """Key rows in the order in which they are sent: by batch row, head, row.
+
+    Attributes:
+        numbers: the ascending numbers of the rows in a [B, Hkv, n] tensor of the source.
+        first: the first row of every head, if all batch rows and heads have the same run of rows; else None.
+    """
 
     def __init__(self, rows: KeyRows, problem: Problem, heads: range, device: torch.device) -> None:
         count, local_len = problem.num_kv_heads, problem.layout.local_len
@@ -103,15 +102,10 @@ class Payload:
                 if bits not in numbers:
                     numbers[bits] = _bit_numbers(bits)
                 parts.append(numbers[bits] + (batch_row * count + head) * local_len)
-        #: The ascending numbers of the rows in a [B, Hkv, n] tensor of the source.
         self.numbers = torch.cat(parts).to(device) if parts else torch.empty(0, dtype=torch.int64, device=device)
-        self.shape = (1, 1, len(self.numbers))
-        #: The first row of every head, if all batch rows and heads have the same run of rows.
-        self.first: int | None = None
         run = rows.run(heads)
-        if run is not None:
-            self.first = run.start
-            self.shape = (len(problem.documents), len(heads), len(run))
+        self.first = None if run is None else run.start
+        self.shape = (1, 1, len(self.numbers)) if run is None else (len(problem.documents), len(heads), len(run))
 
     def places(self, numbers: Tensor) -> Tensor:
         """Returns the places of these rows, which the payload must contain."""
@@ -155,11 +149,10 @@ class MessagePool:
         for shape in shapes:
             rows = math.prod(shape)
             message = whole[start : start + rows * sum(self.widths)]
-            first, second = message.split([rows * width for width in self.widths])
-            messages.append(
-                MessageRows(message, first.view(*shape, self.widths[0]), second.view(*shape, self.widths[1]), buffer)
-            )
-            start += rows * sum(self.widths)
+            parts = message.split([rows * width for width in self.widths])
+            first, second = (part.view(*shape, width) for part, width in zip(parts, self.widths))
+            messages.append(MessageRows(message, first, second, buffer))
+            start += len(message)
         return messages
 
     def give(self, rows: MessageRows) -> None:
@@ -170,7 +163,7 @@ class MessagePool:
     def pack(self, rows: MessageRows, *selections: RowSet) -> list[MessageRows]:
         """Returns each selection of the rows as a message; a selection of all rows is their own message."""
         for i, selection in enumerate(selections):
-            if selection.everything and rows.buffer is not None:
+            if selection.index is None and selection.runs is None and rows.buffer is not None:
                 return [rows if j == i else rows._replace(message=rows.message[:0]) for j in range(len(selections))]
         packed = self.take(*((1, 1, selection.count) for selection in selections))
         for selection, message in zip(selections, packed):

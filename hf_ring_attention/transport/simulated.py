@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from .communicators import Message, Wait
@@ -18,55 +18,47 @@ class _Gone(NamedTuple):
     reason: str
 
 
-class _Room:
-    """The mailboxes in which the ranks of one process leave messages for each other."""
-
-    def __init__(self, world_size: int, timeout: float) -> None:
-        self.world_size, self.timeout = world_size, timeout
-        ranks = range(world_size)
-        self.boxes: dict[tuple[int, int], SimpleQueue[Any]] = {(a, b): SimpleQueue() for a in ranks for b in ranks}
-
-    def leave(self, source: int, target: int, content: Any) -> None:
-        self.boxes[source, target].put(content)
-
-    def take(self, source: int, target: int) -> Any:
-        error = f"receiving from rank {source} did not end"
-        try:
-            content = self.boxes[source, target].get(timeout=self.timeout)
-        except Empty:
-            raise RuntimeError(f"{error}: nothing came in {self.timeout} s") from None
-        if isinstance(content, _Gone):
-            self.leave(source, target, content)  # for the next look
-            raise RuntimeError(f"{error}: {content.reason}")
-        return content
-
-
 class SimulatedCommunicator:
-    """One of several ranks in one process, each driven by a thread of its own."""
+    """One of several ranks in one process, each driven by a thread of its own; a rank waits at most `timeout` seconds."""
 
-    def __init__(self, room: _Room, rank: int) -> None:
-        self.room = room
-        self.rank = rank
-        self.world_size = room.world_size
+    def __init__(
+        self, rank: int, world_size: int, boxes: dict[tuple[int, int], SimpleQueue[Any]], timeout: float
+    ) -> None:
+        self.rank, self.world_size, self.timeout = rank, world_size, timeout
+        #: By (sender, receiver), the mailboxes that all ranks share.
+        self.boxes = boxes
 
     @classmethod
     def all_of(cls, world_size: int, timeout: float) -> list[SimulatedCommunicator]:
-        """Makes the ranks of a new ring; a rank waits at most `timeout` seconds for another."""
-        room = _Room(world_size, timeout)
-        return [cls(room, rank) for rank in range(world_size)]
+        """Makes the ranks of a new ring."""
+        ranks = range(world_size)
+        boxes: dict[tuple[int, int], SimpleQueue[Any]] = {pair: SimpleQueue() for pair in product(ranks, ranks)}
+        return [cls(rank, world_size, boxes, timeout) for rank in ranks]
 
     def depart(self, reason: str) -> None:
         """Ends the waiting of other ranks for this rank, which sends no more."""
         for peer in range(self.world_size):
-            self.room.leave(self.rank, peer, _Gone(reason))
+            self.boxes[self.rank, peer].put(_Gone(reason))
+
+    def _take(self, source: int) -> Any:
+        """Returns the next content from a rank."""
+        error, box = f"receiving from rank {source} did not end", self.boxes[source, self.rank]
+        try:
+            content = box.get(timeout=self.timeout)
+        except Empty:
+            raise RuntimeError(f"{error}: nothing came in {self.timeout} s") from None
+        if isinstance(content, _Gone):
+            box.put(content)  # for the next look
+            raise RuntimeError(f"{error}: {content.reason}")
+        return content
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Wait:
         for peer, tensor in sends:
-            self.room.leave(self.rank, peer, tensor.detach().clone())
+            self.boxes[self.rank, peer].put(tensor.detach().clone())
 
         def finish() -> None:
             for peer, tensor in receives:
-                tensor.copy_(self.room.take(peer, self.rank))
+                tensor.copy_(self._take(peer))
 
         return finish
 
@@ -77,13 +69,13 @@ class SimulatedCommunicator:
             [Message(peer, part) for peer, part in enumerate(received.split(receive_counts)) if len(part)],
         )
 
+    def _from_all(self, x: Any) -> list[Any]:
+        for peer in range(self.world_size):
+            self.boxes[self.rank, peer].put(x)
+        return [self._take(peer) for peer in range(self.world_size)]
+
     def gather(self, x: Tensor) -> list[Tensor]:
-        parts = [torch.empty_like(x) for _ in range(self.world_size)]
-        peers = range(self.world_size)
-        self.exchange([Message(peer, x) for peer in peers], [Message(peer, parts[peer]) for peer in peers])()
-        return parts
+        return [part.clone() for part in self._from_all(x.detach().clone())]
 
     def gather_objects(self, x: Any) -> list[Any]:
-        for peer in range(self.world_size):
-            self.room.leave(self.rank, peer, x)
-        return [self.room.take(peer, self.rank) for peer in range(self.world_size)]
+        return self._from_all(x)

@@ -15,10 +15,8 @@ from .transports import LocalTransport
 class Spec(NamedTuple):
     """A kind of transport."""
 
-    #: (problem, rank, device, joining) -> the rows of tensors for its plan.
-    bind: Callable[..., Any]
-    #: (binding, communicator, traffic) -> the transport.
-    make: Callable[..., Any]
+    bind: Callable[..., Any]  # (problem, rank, device, joining) -> the rows of tensors for its plan
+    make: Callable[..., Any]  # (binding, communicator, traffic) -> the transport
 
 
 TRANSPORTS = {

@@ -1,21 +1,21 @@
-"""The interface of transports: the ways of key and value rows to the ranks that need them, and of their gradients home.
+"""The interface of transports, which bring key and value rows to the ranks that need them, and their gradients home.
 
-A transport yields steps. Each is keys, values, and the tile batches to compute with them; in backward, also the tensors that
-take the step's dk and dv. Messages travel while the caller computes.
+A transport yields steps. Messages travel while the caller computes.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from ..compute.binding import BoundBatch, OwnBinding
-from .communicators import Exchanger, Message, Wait
+from .communicators import Communicator, Message, Wait
 
 
 @dataclass
@@ -25,10 +25,9 @@ class Traffic:
     Attributes:
         sent_bytes, received_bytes: bytes that were handed to torch.distributed, and received from it.
         hops: the number of exchanges with other ranks.
-        planned_seconds: seconds in which calls of this rank waited for their plans. New documents, lengths or patterns need
-            new plans. A plan that is made ahead (`Ring.prepare_data_loader`) counts only while a call waits for its end.
-        waited_seconds: seconds in which this rank waited for the exchanges and computed nothing. On CUDA the device
-            waits, and this counts the host only.
+        planned_seconds: seconds in which calls of this rank waited for new plans: for new documents, lengths or patterns. A
+            plan that is made ahead (`Ring.prepare_data_loader`) counts only while a call waits for its end.
+        waited_seconds: seconds in which this rank waited for exchanges. On CUDA the device waits, which is not counted.
 
     Example:
         >>> def attend(ring):
@@ -58,8 +57,7 @@ class Traffic:
 
     def reset(self) -> None:
         """Sets all counters to zero."""
-        self.sent_bytes = self.received_bytes = self.hops = 0
-        self.planned_seconds = self.waited_seconds = 0.0
+        self.__dict__.update(vars(Traffic()))
 
 
 #: The gradients of a step's keys and values, in the accumulation dtype; None in forward.
@@ -88,62 +86,55 @@ class Transport(Protocol):
         """
 
 
-class Arriving:
-    """Messages under way. Waiting for them counts the time; an error names the call, the step and the rank that waited."""
-
-    def __init__(self, wait: Wait | None, traffic: Traffic, where: str, sent: list[Tensor]) -> None:
-        self.pending, self.traffic, self.where = wait, traffic, where
-        self.sent = sent  # must stay until all messages are here
-
-    def wait(self) -> None:
-        """Waits until all messages are here."""
-        if self.pending is None:
-            return
-        start = time.perf_counter()
-        with _naming(self.where):
-            self.pending()
-        self.sent.clear()
-        self.traffic.waited_seconds += time.perf_counter() - start
-
-
 class Link:
-    """The exchanges of one call with other ranks. It counts their bytes; their errors name the call, the step and this rank.
+    """The exchanges of one call. It counts their bytes; their errors name the call, the step and this rank.
 
-    In errors, `rank` is the number of this rank; None for its number in `ranks`.
+    Args:
+        members: some ranks, ascending; peers are numbered among them. Each rank is in one such part of all ranks, and all make
+            the same exchanges, each in its own part. None for all ranks.
     """
 
-    def __init__(self, ranks: Exchanger, traffic: Traffic, call: str, rank: int | None = None) -> None:
-        self.ranks, self.traffic, self.call = ranks, traffic, call
-        self.rank = ranks.rank if rank is None else rank
+    def __init__(
+        self, communicator: Communicator, traffic: Traffic, call: str, members: Sequence[int] | None = None
+    ) -> None:
+        self.communicator, self.traffic, self.call = communicator, traffic, call
+        self.members = range(communicator.world_size) if members is None else members
 
-    def exchange(self, step: str, sends: list[Message], receives: list[Message]) -> Arriving:
+    def exchange(self, step: str, sends: list[Message], receives: list[Message]) -> Wait:
         """Starts all messages that are not empty."""
-        sends, receives = ([m for m in messages if m.tensor.numel()] for messages in (sends, receives))
-        return self._start(
-            step, lambda: self.ranks.exchange(sends, receives), *([m.tensor for m in x] for x in (sends, receives))
-        )
+        to, come = ([Message(self.members[peer], x) for peer, x in some if x.numel()] for some in (sends, receives))
+        sent, received = ([x for _, x in messages] for messages in (to, come))
+        return self._start(step, partial(self.communicator.exchange, to, come), sent, received)
 
     def all_to_all(
         self, step: str, rows: Tensor, send_counts: list[int], receive_counts: list[int]
-    ) -> tuple[Tensor, Arriving]:
-        """Starts to send rows to each rank, in the order of ranks; returns the rows that will arrive, in that order."""
+    ) -> tuple[Tensor, Wait]:
+        """Starts to send rows to each member, in their order; returns the rows that will arrive, in that order."""
         received = rows.new_empty(sum(receive_counts), *rows.shape[1:])
+        of_members = (dict(zip(self.members, counts)) for counts in (receive_counts, send_counts))
+        counts = ([some.get(rank, 0) for rank in range(self.communicator.world_size)] for some in of_members)
+        return received, self._start(
+            step, partial(self.communicator.all_to_all, received, rows, *counts), [rows], [received]
+        )
 
-        def start() -> Wait:
-            return self.ranks.all_to_all(received, rows, receive_counts, send_counts)
-
-        return received, self._start(step, start, [rows], [received])
-
-    def _start(self, step: str, start: Callable[[], Wait], sent: list[Tensor], received: list[Tensor]) -> Arriving:
-        where = f"{self.call}, {step}, on rank {self.rank}"
+    def _start(self, step: str, start: Callable[[], Wait], sent: list[Tensor], received: list[Tensor]) -> Wait:
         if not sent and not received:
-            return Arriving(None, self.traffic, where, sent)
+            return lambda: None
+        where = f"{self.call}, {step}, on rank {self.communicator.rank}"
         with _naming(where):
             wait = start()
         self.traffic.sent_bytes += sum(x.nbytes for x in sent)
         self.traffic.received_bytes += sum(x.nbytes for x in received)
         self.traffic.hops += 1
-        return Arriving(wait, self.traffic, where, sent)
+        return partial(self._arrive, where, wait, sent)
+
+    def _arrive(self, where: str, wait: Wait, sent: list[Tensor]) -> None:
+        """Waits until all messages are here, and counts the time; the tensors that were sent stay until then."""
+        start = time.perf_counter()
+        with _naming(where):
+            wait()
+        sent.clear()
+        self.traffic.waited_seconds += time.perf_counter() - start
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hf_ring_attention.compute import bands, cuda_kernels
 from hf_ring_attention.compute.cuda_kernels import CudaEfficient, CudaFlash
 from hf_ring_attention.compute.kernel import KernelCall, Saved
-from hf_ring_attention.compute.kernels import Math
 from hf_ring_attention.compute.merge import accumulation_dtype
 from hf_ring_attention.compute.rows import Packed
 from tests.support.cuda_operators import HALVES, CheckedOperators, WithoutDeviceGuard
@@ -21,7 +20,6 @@ CUDA_KERNELS = [
     *((CudaFlash(), dtype) for dtype in HALVES),
     *((CudaEfficient(), dtype) for dtype in (torch.float32, *HALVES)),
 ]
-MATH = [(Math(), torch.float64), (Math(), torch.bfloat16), (Math(30.0), torch.float32), (Math(30.0), torch.float16)]
 #: Of q and k, and of v.
 WIDTHS = [(width, width) for width in (5, 8, 33, 64, 96, 128, 192, 256)]
 WIDTHS += [(64, 128), (192, 128), (8, 5), (33, 256), (1, 40)]
@@ -59,11 +57,6 @@ def by_token(tiles, heads, rows, width, dtype):
     return packed(tiles, rows, heads, width, dtype=dtype).transpose(1, 2)
 
 
-def of_fused_projections(tiles, heads, rows, width, dtype):
-    """A part of the columns that one matrix gives for queries, keys and values."""
-    return packed(tiles, rows, 3 * heads, width, dtype=dtype)[:, :, heads : 2 * heads].transpose(1, 2)
-
-
 def of_wider_rows(tiles, heads, rows, width, dtype):
     """Columns 3 to 3 + width of rows that are wider by an odd number."""
     return packed(tiles, heads, rows, width + 5, dtype=dtype)[..., 3 : 3 + width]
@@ -74,29 +67,12 @@ def off_by_one(tiles, heads, rows, width, dtype):
     return packed(tiles * heads * rows * width + 1, dtype=dtype)[1:].unflatten(0, (tiles, heads, rows, width))
 
 
-def one_head_off_by_one(tiles, heads, rows, width, dtype):
-    """By token, from the second number of a storage on."""
-    return off_by_one(tiles, rows, heads, width, dtype).transpose(1, 2)
-
-
 def every_other_column(tiles, heads, rows, width, dtype):
     return packed(tiles, heads, rows, 2 * width, dtype=dtype)[..., ::2]
 
 
-def every_other_row(tiles, heads, rows, width, dtype):
-    return packed(tiles, heads, 2 * rows, width, dtype=dtype)[:, :, ::2]
-
-
-def some_rows(tiles, heads, rows, width, dtype):
-    return packed(tiles, heads, rows + 3, width, dtype=dtype)[:, :, 3:]
-
-
 def one_tile_for_all(tiles, heads, rows, width, dtype):
     return packed(1, heads, rows, width, dtype=dtype).expand(tiles, -1, -1, -1)
-
-
-def one_head_for_all(tiles, heads, rows, width, dtype):
-    return packed(tiles, 1, rows, width, dtype=dtype).expand(-1, heads, -1, -1)
 
 
 def one_number_for_all(tiles, heads, rows, width, dtype):
@@ -104,10 +80,7 @@ def one_number_for_all(tiles, heads, rows, width, dtype):
     return packed(1, 1, 1, 1, dtype=dtype).expand(tiles, heads, rows, width)
 
 
-LAYOUTS = [
-    by_token, of_fused_projections, of_wider_rows, off_by_one, one_head_off_by_one, every_other_column, every_other_row,
-    some_rows, one_tile_for_all, one_head_for_all, one_number_for_all,
-]  # fmt: skip
+LAYOUTS = [by_token, of_wider_rows, off_by_one, every_other_column, one_tile_for_all, one_number_for_all]
 
 
 def check(kernel, dtype, shape, sizes, fold_size, widths, layout=packed):
@@ -147,14 +120,6 @@ def test_sizes_dtypes_and_devices(kernel, dtype, shape, operators, rng):
     assert len(checked.calls) >= 2 * 5
 
 
-@pytest.mark.parametrize(("kernel", "dtype"), MATH, ids=ids)
-def test_plain_math(kernel, dtype, operators, rng):
-    checked = operators(dtype)
-    for shape in SHAPES:
-        check(kernel, dtype, shape, some_sizes(rng), rng.choice([1, 3]), rng.choice(WIDTHS), rng.choice(LAYOUTS))
-    assert not checked.calls
-
-
 @pytest.mark.drawn
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("kernel", "dtype"), CUDA_KERNELS[::2], ids=ids)
@@ -184,28 +149,6 @@ def test_bands_in_stretches(kernel, dtype, cut_from, operators, monkeypatch, rng
     check(kernel, dtype, "band", sizes, rng.choice([1, 3]), rng.choice([(8, 8), (5, 16)]), layout)
     masked = {given["attn_bias"] is not None for _, given in checked.calls}
     assert masked == {cut_from > width}
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", HALVES, ids=ids)
-def test_flash_runs_once_with_a_window_for_bands_alone(dtype, shape, operators):
-    checked = operators(dtype)
-    check(CudaFlash(), dtype, shape, (2, 2, 4, 5, 12), 3, (8, 8))
-    names = ["_flash_attention_forward", "_flash_attention_backward"]
-    assert [name for name, _ in checked.calls] == names
-    for _, given in checked.calls:
-        window = {name: value for name, value in given.items() if name.startswith("window")}
-        assert window == ({"window_size_left": 7, "window_size_right": 0} if shape == "band" else {})
-        assert given["is_causal"] == (shape == "causal")
-        assert given["scale"] == 0.3
-
-
-@pytest.mark.parametrize("group", [1, 2, 4])
-def test_the_efficient_operator_runs_once_for_each_member_of_a_group(group, operators):
-    checked = operators(torch.float32)
-    check(CudaEfficient(), torch.float32, "causal", (2, 3, group, 5, 5), 1, (8, 8))
-    assert len(checked.calls) == 2 * group
-    assert all(given["query"].shape[1] == 3 and given["is_causal"] for _, given in checked.calls)
 
 
 @pytest.mark.parametrize(("kernel", "dtype"), CUDA_KERNELS[1:3], ids=ids)

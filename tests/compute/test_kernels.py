@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_ring_attention.compute.cuda_kernels import CudaEfficient, CudaFlash
 from hf_ring_attention.compute.kernel import KernelCall, Saved
 from hf_ring_attention.compute.kernels import CpuFlash, Math, choose_kernel
-from hf_ring_attention.compute.merge import accumulation_dtype, merge_
+from hf_ring_attention.compute.merge import accumulation_dtype
 
 CUDA = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 FLASH = pytest.mark.skipif(
@@ -221,49 +221,6 @@ def test_expanded_inputs(kernel, device, dtypes, generator):
     """One tile's keys for all tiles, and the gradient of a sum: strides of 0."""
     q, k, v, dout = make((3, 2, 2, 12, 20, 8, 8), dtypes[0], generator, device)
     check(kernel, q, k[:1].expand_as(k), v[:1].expand_as(v), dout[:1, :1, :1, :1].expand_as(dout), "full")
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize(("kernel", "device", "dtypes"), KERNELS)
-def test_tiles_of_one_softmax_have_their_exact_shares(kernel, device, dtypes, dtype, generator):
-    """Merged out and lse of several tiles, handed to each tile's backward."""
-    if dtype not in dtypes:
-        pytest.skip(f"{kernel.name} has no {dtype}")
-    # A triangle, a rectangle and a band of 17 keys.
-    tile_keys, shapes = (24, 9, 40), ("causal", "full", "band")
-    width, value_width, scale = 8, 5, 0.4
-    q, k, v, dout = make((2, 2, 2, 24, sum(tile_keys), width, value_width), dtype, generator, device)
-    tiles = list(zip(k.split(tile_keys, 2), v.split(tile_keys, 2), shapes, strict=True))
-    accumulation = accumulation_dtype(dtype)
-    out = torch.zeros(dout.shape, dtype=accumulation, device=device)
-    lse = torch.full(out.shape[:3], -torch.inf, dtype=accumulation, device=device)
-    for keys, values, shape in tiles:
-        merge_(out, lse, *kernel.forward(q, keys, values, KernelCall(shape, scale)))
-    shares = [
-        kernel.backward(dout, Saved(q, *kv, out.to(dtype), lse), KernelCall(shape, scale)) for *kv, shape in tiles
-    ]
-
-    def shares_in(dtype):
-        q_, k_, v_, dout_ = (x.cpu().to(dtype) for x in (q, k, v, dout))
-        seen = torch.cat([visible(24, count, shape) for count, shape in zip(tile_keys, shapes, strict=True)], 1)
-        out_, lse_ = formula_forward(q_, k_, v_, seen, scale)
-        parts = zip(k_.split(tile_keys, 2), v_.split(tile_keys, 2), seen.split(tile_keys, 1), strict=True)
-        found = [formula_backward(dout_, q_, a, b, out_, lse_, mask, scale) for a, b, mask in parts]
-        return out_.double(), lse_.double(), [[x.double() for x in share] for share in found]
-
-    want_out, want_lse, want = shares_in(torch.float64)
-    lower = torch.float32 if dtype == torch.float64 else dtype
-    low_out, _, low = shares_in(lower)
-    rounding, scale_of = torch.finfo(dtype).eps, max(largest(x) for share in want for x in share)
-    error = max(largest(a - b) for x, y in zip(low, want, strict=True) for a, b in zip(x, y, strict=True)) / scale_of
-    error = 2 * max(error, largest(low_out - want_out) / largest(want_out)) * rounding / torch.finfo(lower).eps
-    error = (error + rounding) * (1 if dtype in HALVES else 8)
-    assert largest(out.cpu() - want_out) <= error * largest(want_out)
-    assert largest(lse.cpu() - want_lse) <= (2**-13 if dtype in HALVES else 16 * rounding * largest(want_lse))
-    for number, (got_share, want_share) in enumerate(zip(shares, want, strict=True)):
-        for name, got, exact in zip(("dq", "dk", "dv"), got_share, want_share, strict=True):
-            difference = largest(got.cpu().double() - exact)
-            assert difference <= error * scale_of, f"{name} of tile {number} is {difference} off"
 
 
 class LargestResult(TorchDispatchMode):

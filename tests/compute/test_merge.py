@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from hf_ring_attention.compute.merge import accumulation_dtype, merge_
+from hf_ring_attention.compute.merge import merge_
 
 
 def merged(parts, dtype=torch.float64):
@@ -42,25 +42,6 @@ def random_parts(count, generator, shape=(2, 3, 20), width=8, dtype=torch.float6
 def without_keys(part, rows):
     out, lse = part
     return out.masked_fill(rows.unsqueeze(-1), 0), lse.masked_fill(rows, -torch.inf)
-
-
-def test_accumulation_dtype():
-    assert accumulation_dtype(torch.float64) == torch.float64
-    assert {accumulation_dtype(x) for x in (torch.float32, torch.bfloat16, torch.float16)} == {torch.float32}
-
-
-@pytest.mark.parametrize("count", [1, 2, 7])
-def test_merging_is_logsumexp(count, generator):
-    parts = random_parts(count, generator)
-    for got, want in zip(merged(parts), by_logsumexp(parts), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-13)
-
-
-def test_the_order_does_not_matter(generator):
-    parts = random_parts(4, generator)
-    results = [merged(order) for order in itertools.permutations(parts)]
-    for got, want in itertools.product(results, results[:1]):
-        torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-13)
 
 
 def test_rows_without_a_key(generator):
@@ -110,32 +91,6 @@ def test_extreme_scores(dtype):
         rounding = 4 * torch.finfo(dtype).eps
         torch.testing.assert_close(out.double(), want_out, rtol=rounding, atol=rounding)
         torch.testing.assert_close(lse.double(), want_lse, rtol=rounding, atol=rounding)
-
-
-def test_views_are_merged_in_place(generator):
-    """out and lse as windows into longer rows, in another order of dimensions; the rows beside them stay."""
-    parts = random_parts(2, generator, shape=(2, 5, 3))
-    whole_out, whole_lse = torch.full((2, 3, 9, 8), 7.0).double(), torch.full((2, 3, 9), 7.0).double()
-    whole_out[:, :, 2:7], whole_lse[:, :, 2:7] = 0.0, -torch.inf
-    out, lse = (x[:, :, 2:7].transpose(1, 2) for x in (whole_out, whole_lse))
-    assert not lse.is_contiguous()
-    for part in parts:
-        merge_(out, lse, *part)
-    for got, want in zip((out, lse), by_logsumexp(parts), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-13)
-    for whole in (whole_out, whole_lse):
-        assert torch.all(whole[:, :, :2] == 7)
-        assert torch.all(whole[:, :, 7:] == 7)
-
-
-@pytest.mark.parametrize("new_dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_parts_of_any_dtype(dtype, new_dtype, generator):
-    parts = [(out, lse.float()) for out, lse in random_parts(5, generator, dtype=new_dtype)]
-    rounding = 16 * torch.finfo(dtype).eps
-    for got, want in zip(merged(parts, dtype), by_logsumexp(parts), strict=True):
-        assert got.dtype == dtype
-        torch.testing.assert_close(got.double(), want, rtol=rounding, atol=rounding)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -70,15 +70,6 @@ def test_a_name_that_is_missing_is_named_with_the_release(library, place, name, 
     assert "\n" not in text
 
 
-def test_names_are_found_in_the_code_of_functions():
-    def function(self):
-        self._stored = getattr(self, "_read", None)
-
-    assert private._has(function, "_stored") and private._has(function, "_read") and private._has(function, "self")
-    assert not private._has(function, "_other")
-    assert private._has(torch.Tensor, "_version") and not private._has(torch.Tensor, "_no_such_name")
-
-
 def own_names(tree):
     """Private names that a file defines: its functions, classes, globals, arguments, and attributes that it sets on self."""
     for node in ast.walk(tree):

@@ -43,7 +43,7 @@ def problem_of(layout, documents, pattern):
     return Problem(pattern, layout, documents, num_heads=1, num_kv_heads=1)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(
     drawn(lambda rng: rng.random()),
     st.sampled_from([*[2, 3, 4, 5, 6, 8] * 3, 12, 16, 24, 32, 64]),  # Many ranks take their time.
@@ -75,7 +75,7 @@ def test_estimates_are_the_plans(rng):
             assert estimated == pytest.approx(imbalance(problem_of(layout, documents, pattern)), rel=0.02)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("world_size", [2, 8])
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_bytes_are_about_those_of_a_zigzag(pattern, world_size):
     """Of all packings together: a zigzag of documents that end by chance where its pieces do moves next to nothing.
@@ -94,20 +94,6 @@ def test_bytes_are_about_those_of_a_zigzag(pattern, world_size):
                 moved[layout.kind, traffic] += received
     for traffic in (ring_traffic, collective_traffic):
         assert moved["documents", traffic] <= 1.35 * moved["zigzag", traffic], moved
-
-
-@pytest.mark.parametrize("pattern", [PATTERNS[0], PATTERNS[3]], ids=str)
-def test_bytes_of_rows_of_giants(pattern):
-    """Rows of which a document or two have most of the work, over 2 to 16 ranks together."""
-    sizes, moved, rng = RowBytes(1, 1), {"documents": 0, "zigzag": 0}, random.Random(1)
-    for world_size, _ in itertools.product([2, 4, 8, 16], range(8)):
-        documents = (random_packing(rng, 65536, median=1100, spread=1.2),)
-        zigzag = SequenceLayout("zigzag", 65536, world_size)
-        for layout in (balanced_layout(65536, world_size, pattern, documents), zigzag):
-            problem = problem_of(layout, documents, pattern)
-            for traffic in (ring_traffic, collective_traffic):
-                moved[layout.kind] += sum(traffic(problem, r, sizes).forward.received for r in range(world_size))
-    assert moved["documents"] <= 1.35 * moved["zigzag"], moved
 
 
 def test_rows_of_a_batch_are_balanced_together(rng):
@@ -139,12 +125,6 @@ def test_short_documents_are_not_cut_where_they_fit():
     layout = balanced_layout(1024, 4, Pattern.exact(), (documents,))
     starts = {start for start, _ in documents}
     assert all(piece.start in starts for rank in range(4) for piece in layout.pieces(rank))
-
-
-def test_one_document_is_a_zigzag():
-    layout = balanced_layout(1024, 4, Pattern.exact(), (((0, 1024),),))
-    assert [len(layout.pieces(rank)) for rank in range(4)] == [1, 2, 2, 2]
-    assert imbalance(problem_of(layout, (((0, 1024),),), Pattern.exact())) <= 1.05
 
 
 @pytest.mark.parametrize("pattern", [*PATTERNS, LAST], ids=str)

@@ -44,10 +44,6 @@ def test_layout(pattern, kind):
         assert contiguous <= 1.05
 
 
-def test_layout_of_one_rank():
-    assert choose_layout(1000, 1, Pattern.exact()).choice == "contiguous"
-
-
 @pytest.mark.parametrize(
     ("name", "case", "choice", "reason"),
     [
@@ -70,7 +66,6 @@ def test_layout_of_one_rank():
         ),
         ("many rows of a neighbour", problem(Pattern((Window(8192),)), 131072, 8), "ring", r"0\.50 times its own"),
         ("a batch", problem(Pattern.exact(), 1024, 8, batch=4), "ring", r"14\.0 MiB"),
-        ("two ranks", problem(Pattern.exact(), 131072, 2, "zigzag"), "ring", r"1\.00 times its own 256\.0 MiB"),
     ],
     ids=lambda x: x if isinstance(x, str) and x.isidentifier() else None,
 )
@@ -78,13 +73,6 @@ def test_transport(name, case, choice, reason):
     decision = choose_transport(case, SIZES)
     assert decision.choice == choice, name
     assert re.search(reason, decision.reason), decision
-
-
-def test_bytes_decide_not_tokens():
-    """The same rows at twice the width cross the border."""
-    case = problem(Pattern.exact(), 2048, 8)
-    assert choose_transport(case, SIZES).choice == "collective"  # 7 MiB
-    assert choose_transport(case, RowBytes(1024, 2048)).choice == "ring"
 
 
 def test_heads_are_exchanged_where_others_would_wait():

@@ -16,7 +16,6 @@ LONG = "1" * 5000
 #: Texts, and what their errors say.
 TEXTS = {
     "pyramid:8,40000": "levels must be at most 63, got 40000",
-    "pyramid:8,40000,1": "levels must be at most 63, got 40000",
     "pyramid:8,63,9000000000000000000": r"window \* ratio \*\* \(levels - 1\) must be at most \d+, got a number of 39\d\d bits",
     f"pyramid:{LONG},2": "at most 19 digits was expected, got 5000 digits",
     "kv0-30000000=exact": "at most 65536 key/value heads were expected, got head 30000000",
@@ -26,10 +25,8 @@ TEXTS = {
     "kv65535=exact": r"it leaves out the key/value heads \[0, 1, 2, 3, 4, 5, 6, 7\]\.\.\.",
     f"window:{LONG}": "at most 19 digits was expected",
     "window:9223372036854775808": "length must be at most 9223372036854775807, got 9223372036854775808",
-    "window:8+9223372036854775808": "tokens must be at most",
     "longnet:8/1,all/9223372036854775808": "dilation must be at most",
     f"branches:window=8,segment=all/{LONG}": "at most 19 digits was expected",
-    f"branches:window=8,last={LONG}": "at most 19 digits was expected",
     f"exact@{'x' * 100000}": "behind @ stands one of",
     "x" * 100000: "is not known",
 }
@@ -68,11 +65,6 @@ def test_the_largest_numbers_are_patterns():
     assert len(Pattern.parse("pyramid:1,63,2,0").branches) == 63
     heads = Pattern.parse(f"kv0-65534=exact;kv65535=window:{2**40}")
     assert heads.num_kv_heads == 65536 and str(heads) == f"kv0-65534=exact;kv65535=window:{2**40}"
-
-
-def test_heads_with_a_pattern_each_are_written_in_little_time():
-    texts = [f"window:{length}" for length in range(1, 16385)]
-    assert str(Pattern.by_kv_head(texts)).count(";") == 16383
 
 
 @pytest.mark.parametrize("value", [LARGEST + 1, 10**5000], ids=["2**63", "10**5000"])

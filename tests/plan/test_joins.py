@@ -86,11 +86,8 @@ def test_padding_and_copies_are_weighed_against_a_call(rng):
         return sorted(sorted(b.num_queries for b in call) for call in joined(batches, 1, joining, lambda _: is_view))
 
     assert calls(PADDED, False) == [[4000, 4001], [6000]]
-    assert calls(PADDED._replace(most_rows=10**4), False) == [
-        [4000],
-        [4001],
-        [6000],
-    ]  # which is more rows than are copied at once
+    # Together they are more rows than are copied at once.
+    assert calls(PADDED._replace(most_rows=10**4), False) == [[4000], [4001], [6000]]
     assert calls(PADDED, True) == [[4000], [4001], [6000]]
     assert calls(PACKED, True) == [list(lengths)]
     assert calls(None, False) == [[4000], [4001], [6000]]

@@ -6,8 +6,6 @@ from dataclasses import replace
 import pytest
 
 import hf_ring_attention as ra
-from hf_ring_attention.plan.choices import imbalance
-from hf_ring_attention.plan.layouts import SequenceLayout
 from hf_ring_attention.plan.parts import parts_of
 from hf_ring_attention.plan.plans import pairs_of_row, plan_rank, tiles_from
 from hf_ring_attention.plan.problem import HeldKeys, Problem
@@ -31,17 +29,6 @@ def test_the_layer_of_trianglemix_by_hand():
     assert seen(TRIANGLE, 1, 2) == [0, 1], "all queries of a short document are its last"
 
 
-def test_last_queries_see_later_keys_only_without_causality():
-    assert seen(TRIANGLE, 6, 8, causal=False) == list(range(8))
-    assert seen(TRIANGLE, 4, 8, causal=False) == [0, 3, 4, 5]
-
-
-def test_counted_branches_show_the_last_queries_each_key_once_more():
-    pattern = ra.Pattern([ra.Window(2), ra.Last(1), ra.Last(3)], overlap="count")
-    times = [[pattern.multiplicity(q, k, **ONE_HEAD, document_length=6) for k in range(q + 1)] for q in range(6)]
-    assert times[2:] == [[0, 1, 1], [1, 1, 2, 2], [1, 1, 1, 2, 2], [2, 2, 2, 2, 3, 3]]
-
-
 def test_parts_add_up_to_the_pattern(rng):
     """A key counts as often as the parts of its query show it, in documents of any length."""
     for _ in range(60):
@@ -55,11 +42,6 @@ def test_parts_add_up_to_the_pattern(rng):
             assert sum(own.multiplicity(query, key, **heads) for own in shown) == pattern.multiplicity(
                 query, key, **heads, document_length=length
             ), f"{pattern}, query {query} and key {key} of {length}, {heads}"
-
-
-def test_a_pattern_without_last_queries_is_one_part():
-    pattern = ra.Pattern.parse("pyramid:8,3")
-    assert parts_of(pattern)[0].pattern is pattern and len(parts_of(pattern)) == 1
 
 
 def test_work_of_tokens_is_that_of_the_tiles(rng):
@@ -85,26 +67,6 @@ def test_work_of_tokens_is_that_of_the_tiles(rng):
             for key in range(length)
         )
         assert work.of_tokens(length - 20, length, length) == pytest.approx(last / heads, rel=0.01)
-
-
-def test_the_share_of_operations_is_that_of_the_definition():
-    pattern, n, w, t = ra.Pattern.parse("branches:sink=4,window=512,last=128"), 8192, 512, 128
-    before = sum(min(query + 1, w + min(4, max(0, query + 1 - w))) for query in range(n - t))
-    last = sum(query + 1 for query in range(n - t, n))
-    assert pattern.flop_share(n) == pytest.approx((before + last) / (n * (n + 1) / 2), rel=1e-12)
-
-
-def test_ranks_share_the_work_of_last_queries_in_a_zigzag():
-    """The rank that holds the last queries of a long row would do far more than the others, were they many."""
-    pattern = ra.Pattern.parse("branches:sink=4,window=64,last=1024")
-    call = ra.explain(pattern, seq_len=8192, world_size=4, num_heads=2, head_dim=8)
-    documents = (((0, 8192),),)
-    kinds = {
-        kind: imbalance(Problem(pattern, SequenceLayout(kind, 8192, 4), documents, num_heads=1, num_kv_heads=1))
-        for kind in ("contiguous", "zigzag")
-    }
-    assert call.layout_decision.choice == min(kinds, key=kinds.get)
-    assert call.layout.kind == call.layout_decision.choice
 
 
 def test_a_step_of_generation_sees_every_key():

@@ -3,11 +3,9 @@
 import pytest
 
 import hf_ring_attention as ra
-from hf_ring_attention.cli.pictures import visible_pairs
 from hf_ring_attention.plan.layouts import SequenceLayout
 from hf_ring_attention.plan.plans import plan_rank
 from hf_ring_attention.plan.problem import Problem
-from hf_ring_attention.plan.work import work_under
 from tests.support.cases import random_pattern, random_pattern_of
 
 FEW = ["exact" if head in (0, 3, 4) else "window:8+2" for head in range(6)]
@@ -39,14 +37,6 @@ def test_heads_that_are_the_same_have_a_pattern_without_heads():
     assert ra.Pattern.parse("kv0-3=exact").num_kv_heads is None
 
 
-def test_work_is_the_mean_of_the_heads():
-    pattern, parts = ra.Pattern.by_kv_head(FEW), [ra.Pattern.parse(text) for text in FEW]
-    for tokens in (7, 100, 1000):
-        mean = sum(work_under(part, 1024).of_document(tokens) for part in parts) / len(parts)
-        assert work_under(pattern, 1024).of_document(tokens) == pytest.approx(mean)
-    assert pattern.flop_share(1000) == pytest.approx(sum(part.flop_share(1000) for part in parts) / len(parts))
-
-
 def test_heads_of_one_shape_share_a_kernel_call():
     """There are as many batches of tiles as the two patterns have shapes, however the heads alternate."""
     apart = {
@@ -56,14 +46,6 @@ def test_heads_of_one_shape_share_a_kernel_call():
     }
     plan = plan_rank(problem_of(ra.Pattern.by_kv_head(FEW), 12, 6), 0)
     assert len(plan.own) == len(apart)
-
-
-def test_a_picture_shows_the_head_that_is_asked_for():
-    pattern, heads = ra.Pattern.by_kv_head(FEW), {"num_heads": 12, "num_kv_heads": 6}
-    for head in (0, 2, 11):
-        alone = visible_pairs(ra.Pattern.parse(FEW[head // 2]), 64, 64, head=head, **heads)
-        assert (visible_pairs(pattern, 64, 64, head=head, **heads).share == alone.share).all()
-    assert visible_pairs(pattern, 64, 64, **heads).share_of_causal == pytest.approx(1)
 
 
 @pytest.mark.parametrize(

@@ -127,16 +127,6 @@ def test_batch_rows_with_equal_documents_share_items():
     assert three.pairs == 3 * one.pairs
 
 
-def test_a_rank_of_padding_has_nothing_to_do():
-    problem = Problem(
-        Pattern.exact(), SequenceLayout("contiguous", 5, 4), (((0, 5),),), num_heads=2, num_kv_heads=2
-    )  # pieces of 2
-    plan = plan_rank(problem, 3)
-    assert (plan.own, plan.remote, plan.pairs) == ((), (), 0)
-    for documents in ((), ((),)):
-        assert plan_rank(replace(problem, documents=documents), 0).pairs == 0
-
-
 @pytest.mark.parametrize(
     "pattern",
     [Pattern.longnet([2048, 8192, 32768], [1, 4, 16]), Pattern.pyramid(512, 3)],

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_ring_attention.plan.branches import Segment, Sink, Window
+from hf_ring_attention.plan.branches import Sink, Window
 from hf_ring_attention.plan.layouts import SequenceLayout
 from hf_ring_attention.plan.patterns import Pattern
 from hf_ring_attention.plan.plans import of_heads, tiles_from
@@ -229,51 +229,12 @@ def check_all(problem):
     return sum(lap.with_own for lap in ring_laps(problem)) > 1
 
 
-PATTERNS = [
-    Pattern.exact(),
-    Pattern.longnet([4, 12, None], [1, 2, 4]),
-    Pattern.pyramid(2, 3, ratio=2, sinks=2),
-    Pattern((Window(3),)),
-    # A phase for each query head, which its group does not share.
-    Pattern((Sink(2), Segment(5), Window(8, 4)), "once", "query_head"),
-]
-
-
-def preset_problems(ranks=(1, 2, 3, 6)):
-    length = 11
-    for pattern, p in itertools.product(PATTERNS, ranks):
-        documents = (
-            ((0, length),),  # one document
-            ((0, 1), (1, length - 1)),  # packed and padded
-            (),  # padding alone
-            ((0, length),),  # like the first: they share their rows
-        )
-        for kind, causal in itertools.product(["contiguous", "zigzag"], [True, False]):
-            yield Problem(
-                pattern, SequenceLayout(kind, length, p), documents, num_heads=4, num_kv_heads=2, causal=causal
-            )
-
-
 @settings(max_examples=80)
 @given(problems, st.booleans())
 def test_random_problems(problem, by_heads):
     """Small problems are not split by heads unless it is asked for, nor is a single key/value head, or what never travels."""
     split = check_all(replace(problem, settings=HEAD_BY_HEAD) if by_heads else problem)
     assert not split or (by_heads and problem.num_kv_heads > 1 and problem.layout.world_size > 1)
-
-
-def test_presets():
-    """Some send one way round, and some both ways."""
-    directions = Counter()
-    for problem in preset_problems():
-        check_all(problem)
-        directions[frozenset(lap.direction for lap in ring_laps(problem) if lap.steps)] += 1
-    assert directions[frozenset([1])] and directions[frozenset([1, -1])]
-
-
-def test_presets_by_heads():
-    split = {check_all(replace(problem, settings=HEAD_BY_HEAD)) for problem in preset_problems((1, 4))}
-    assert split == {True, False}
 
 
 @pytest.mark.parametrize("sinks", [(), (Sink(1),)], ids=["window", "sink and window"])

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import hf_ring_attention as ra
 from hf_ring_attention.compute.reference import reference_attention
 from tests.support.cases import EXACT_ATTENTION
-from tests.support.ranks import PROMPTLY, run_ranks, run_simulated
+from tests.support.ranks import PROMPTLY, run_simulated
 
 EXACT = ra.Pattern.exact()
 BATCH, HEADS, KV_HEADS, TOKENS, WIDTH = 2, 4, 2, 6, 8
@@ -31,15 +31,9 @@ def zeros(*shape, dtype=torch.float32):
 
 WRONG_TENSORS = {
     "q of 3 dimensions": ({"q": zeros(HEADS, TOKENS, WIDTH)}, r"q must be a tensor \[batch, .*got \(4, 6, 8\)"),
-    "v of 5 dimensions": ({"v": zeros(1, BATCH, KV_HEADS, TOKENS, WIDTH)}, r"v must be .*got \(1, 2, 2, 6, 8\)"),
     "k a list": ({"k": [1.0]}, "k must be a tensor .*got list"),
-    "head counts": (
-        {"q": zeros(BATCH, 3, TOKENS, WIDTH)},
-        "query heads must be a multiple of the number of key/value heads, got 3 and 2",
-    ),
     "fewer query heads than key heads": ({"q": zeros(BATCH, 1, TOKENS, WIDTH)}, "multiple of .*got 1 and 2"),
     "batch sizes": ({"q": zeros(1, HEADS, TOKENS, WIDTH)}, r"batch .* equal, got q \(1, 4, 6, 8\), k \(2, 2, 6, 8\)"),
-    "heads of k and v": ({"v": zeros(BATCH, 1, TOKENS, WIDTH)}, r"k \(2, 2, 6, 8\), v \(2, 1, 6, 8\)"),
     "tokens of k and v": ({"v": zeros(BATCH, KV_HEADS, 5, WIDTH)}, r"k \(2, 2, 6, 8\), v \(2, 2, 5, 8\)"),
     "tokens of q and k": ({"q": zeros(BATCH, HEADS, 1, WIDTH)}, r"as many query tokens as key tokens .*got 1 and 6"),
     "head sizes of q and k": ({"q": zeros(BATCH, HEADS, TOKENS, 4)}, "q and k must have one head size, got 4 and 8"),
@@ -47,39 +41,25 @@ WRONG_TENSORS = {
         {"q": zeros(BATCH, HEADS, 0, WIDTH), "k": zeros(BATCH, KV_HEADS, 0, WIDTH), "v": zeros(BATCH, KV_HEADS, 0, 8)},
         r"at least 1, got q \(2, 4, 0, 8\)",
     ),
-    "no heads": ({"k": zeros(BATCH, 0, TOKENS, WIDTH), "v": zeros(BATCH, 0, TOKENS, WIDTH)}, "at least 1, got"),
     "head size 0": ({"v": zeros(BATCH, KV_HEADS, TOKENS, 0)}, r"at least 1, got .*v \(2, 2, 6, 0\)"),
     "mixed dtypes": (
         {"v": zeros(BATCH, KV_HEADS, TOKENS, WIDTH, dtype=torch.bfloat16)},
         r"one dtype .*q torch\.float32 .*v torch\.bfloat16",
     ),
     "integers": (tensors(dtype=torch.int64), r"floating point tensors, got torch\.int64"),
-    "booleans": (tensors(dtype=torch.bool), r"floating point tensors, got torch\.bool"),
-    "complex numbers": (tensors(dtype=torch.complex64), r"floating point tensors, got torch\.complex64"),
 }
 WRONG_OPTIONS = {
     "scale below 0": ({"scale": -0.5}, r"scale must be above 0, or None for D \*\* -0\.5, got -0\.5"),
-    "scale 0": ({"scale": 0.0}, r"scale must be above 0, or None for D \*\* -0\.5, got 0\.0"),
     "an unknown pattern": ({"pattern": "exactly"}, "ring_attention: pattern 'exactly' is not known"),
     "pattern as a dict": ({"pattern": EXACT.to_dict()}, "pattern must be a Pattern, or its text .*, got {'branches'"),
-    "a branch for a pattern": (
-        {"pattern": ra.Window(4)},
-        r"pattern must be a Pattern, or its text .*, got Window\(length=4",
-    ),
     "documents that overlap": (
         {"documents": [[(0, 6)], [(0, 4), (3, 6)]]},
         r"batch row 1 must be ascending, apart.*\(3, 6\) after 4 tokens",
     ),
-    "documents out of order": (
-        {"documents": [[(3, 6), (0, 3)], []]},
-        r"batch row 0 must be ascending.*\(0, 3\) after 6",
-    ),
     "an empty document": ({"documents": [[(2, 2)], []]}, r"not empty .*\(2, 2\)"),
     "a document beyond the row": ({"documents": [[], [(4, 7)]]}, r"within the sequence of 6 tokens.*\(4, 7\)"),
-    "a document before the row": ({"documents": [[], [(-1, 3)]]}, r"within the sequence of 6 tokens.*\(-1, 3\)"),
     "documents for another batch": ({"documents": [[(0, 6)]]}, "one list for each batch row, got 1 for 2 batch rows"),
     "documents of no batch row": ({"documents": [(0, 3), (3, 6)]}, "documents"),
-    "documents of fractions": ({"documents": [[(0.5, 2.9)], []]}, r"documents|0\.5"),
     "a layout of another length": (
         {"layout": ra.SequenceLayout("contiguous", 7, 1)},
         r"seq_len=7.* = 7 tokens, got 6: shard whole sequences of 7 tokens with ring\.shard",
@@ -88,7 +68,6 @@ WRONG_OPTIONS = {
         {"layout": ra.SequenceLayout("contiguous", 12, 2)},
         "layout is for 2 ranks, the ring has 1",
     ),
-    "a layout by name": ({"layout": "zigzag"}, "layout"),
 }
 WRONG = {**WRONG_TENSORS, **WRONG_OPTIONS}
 
@@ -141,8 +120,8 @@ DIFFERENT = {
     ),
     "width of v": ({"v": zeros(BATCH, KV_HEADS, TOKENS, 5)}, "disagree on the width of v: rank 0: 8, rank 1: 5"),
     "dtype": (tensors(dtype=torch.float64), r"disagree on dtype: rank 0: torch\.float32, rank 1: torch\.float64"),
-    "pattern": (
-        {"pattern": ra.Pattern((ra.Window(3),)), "layout": "of rank 0"},
+    "another pattern": (
+        {"pattern": ra.Pattern((ra.Window(3),)), "layout": None},
         "disagree on pattern: rank 0: exact, rank 1: window:3",
     ),
     "layout kind": (
@@ -155,7 +134,7 @@ DIFFERENT = {
     ),
     "causal": ({"causal": False}, "disagree on causal: rank 0: True, rank 1: False"),
     "scale": ({"scale": 0.25}, r"disagree on scale: rank 0: 0\.35\d*, rank 1: 0\.25"),
-    "documents": (
+    "other documents": (
         {"documents": [[(0, 12)], [(0, 5), (5, 12)]]},
         r"disagree on documents: rank 0: \(\(\(0, 12\),\), \(\(0, 12\),\)\), rank 1: .*\(\(0, 5\), \(5, 12\)\)",
     ),
@@ -200,37 +179,28 @@ def check_settings_of_a_ring_of_two(rank):
     assert (alone.rank, alone.world_size) == (0, 1)
 
 
-def refused_on_both_ranks(rank, agreed_before):
+def refused_on_both_ranks(rank):
+    """At first, and after right calls, which all ranks have agreed on."""
+    check_settings_of_a_ring_of_two(rank)
     ring = ra.Ring(layout="zigzag")
-    if agreed_before:
-        assert right_call_error(ring) <= EXACT_ATTENTION
-        # Another problem than above: the call that rank 0 makes in each case below.
-        ra.ring_attention(**tensors(), layout=ring.layout_for(2 * TOKENS, EXACT), ring=ring)
-    else:
-        check_settings_of_a_ring_of_two(rank)
-    for cases in (DIFFERENT, INVALID):
-        for name, (changes, message) in cases.items():
-            print(f"rank {rank}: {name}", flush=True)  # where a rank hangs, pytest shows what it was at
+    for _ in range(2):
+        for name, (changes, message) in (DIFFERENT | INVALID).items():
             call = {**tensors(), "layout": ring.layout_for(2 * TOKENS, EXACT)}
             if rank == 1:
-                call |= {key: value for key, value in changes.items() if value != "of rank 0"}
+                call |= {key: value for key, value in changes.items() if value is not None}
             start = time.perf_counter()
-            try:
+            with pytest.raises(ValueError) as refused:
                 ra.ring_attention(**call, ring=ring)
-            except ValueError as error:
-                said = str(error)
-            else:
-                raise AssertionError(f"{name}: not refused on rank {rank}")
-            seconds = time.perf_counter() - start
-            assert re.search(message, said, re.DOTALL), f"{name}, rank {rank}: {said}"
-            assert seconds < PROMPTLY, f"{name}, rank {rank}: {seconds} s"
+            assert re.search(message, str(refused.value), re.DOTALL), f"{name}, rank {rank}: {refused.value}"
+            assert time.perf_counter() - start < PROMPTLY, f"{name}, rank {rank}"
             dist.barrier()
-    assert right_call_error(ring) <= EXACT_ATTENTION
+        assert right_call_error(ring) <= EXACT_ATTENTION
+        # The call that rank 0 makes in each case above.
+        ra.ring_attention(**tensors(), layout=ring.layout_for(2 * TOKENS, EXACT), ring=ring)
 
 
-@pytest.mark.parametrize("agreed_before", [False, True], ids=["at_first", "after_a_right_call"])
-def test_ranks_that_differ(agreed_before):
-    run_ranks(refused_on_both_ranks, 2, agreed_before)
+def test_ranks_that_differ(ranks):
+    ranks.run(refused_on_both_ranks, 2)
 
 
 def test_pieces_of_a_document_out_of_its_order():

@@ -198,12 +198,15 @@ def test_gradient_checkpointing(ranks, rng, world_size, transport):
     assert_exact(ranks.run(checkpointing, world_size, transport, rng.randrange(2**32)))
 
 
-def check_compiled(ring, seed):
+# Dynamo asks every tensor that comes in for its gradient, and warns of it.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_compiled(rng, monkeypatch):
     """The break is at the attention: there are graphs on both sides of it, and one graph for all is refused."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
+    forget_modes(monkeypatch)
     torch._dynamo.reset()
-    (layer,), x = layers, _ = layers_and_rows(ring, seed, 1)
+    (layer,), x = layers, _ = layers_and_rows(ra.Ring(), rng.randrange(2**32), 1)
     want = outputs_and_gradients(layer, layers, x)
     backend = CompileCounterWithBackend("aot_eager")
     got = outputs_and_gradients(torch.compile(layer, backend=backend), layers, x)
@@ -212,18 +215,3 @@ def check_compiled(ring, seed):
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="ring_attention"):
         torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
-
-
-def check_compiled_in_a_process(rank, seed):
-    check_compiled(ra.Ring(transport="ring"), seed)
-
-
-# Dynamo asks every tensor that comes in for its gradient, and warns of it.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_compiled_on_one_rank(rng, monkeypatch):
-    forget_modes(monkeypatch)
-    check_compiled(ra.Ring(), rng.randrange(2**32))
-
-
-def test_compiled_on_two_ranks(ranks, rng):
-    ranks.run(check_compiled_in_a_process, 2, rng.randrange(2**32))

