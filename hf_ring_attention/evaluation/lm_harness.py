@@ -27,8 +27,7 @@ from ..hf.generation import prefill
 from ..hf.lm_loss import IGNORED
 from ..hf.patch import patch_model
 from ..hf.registration import IMPLEMENTATION
-from ..hf.rings import attached_ring
-from ..hf.wrappers import unwrapped, whole_model
+from ..hf.wrappers import attached_ring, unwrapped, whole_model
 from ..plan.branches import check_count
 from ..ring.ring import Ring
 from .calibration.result import load_pattern

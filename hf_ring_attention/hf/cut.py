@@ -1,7 +1,6 @@
 """Cuts whole rows into each rank's part, before the decoder of a model or in the workers of a loader.
 
-Every rank has the whole row, so every rank finds the same documents, makes the same layout, and takes its part: nothing is
-negotiated. One function cuts, for both callers.
+Every rank has the whole row, so all find the same documents and make the same layout: nothing is negotiated.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents
 from ..ring.ring import Ring
-from .config import model_pattern
+from .config import layer_pattern
 from .documents import documents_from_mask, documents_of_rows, positions_of_documents
 from .forward_pass import WholeRows
 from .positions import first_position
@@ -50,7 +49,7 @@ def tokens_in(arguments: Mapping[str, Any]) -> Tensor | None:
 def rows_of_call(runner: nn.Module, tokens: Tensor, arguments: Mapping[str, Any]) -> WholeRows:
     """Returns the rows of a call without a cache; their documents are None if the mask alone describes them."""
     batch, length = tokens.shape[:2]
-    mask, positions = arguments.get("attention_mask"), _text_positions(arguments.get("position_ids"))
+    mask, positions = arguments.get("attention_mask"), _text_positions(arguments)
     if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
         return WholeRows(batch, length, None)
     collators = arguments.get("cu_seq_lens_q"), arguments.get("seq_idx")
@@ -58,8 +57,9 @@ def rows_of_call(runner: nn.Module, tokens: Tensor, arguments: Mapping[str, Any]
     return WholeRows(batch, length, *found)
 
 
-def _text_positions(positions: Any) -> Tensor | None:
+def _text_positions(arguments: Mapping[str, Any]) -> Tensor | None:
     """Returns the positions [B, n] of text; of positions in four dimensions [4, B, n] they are the first."""
+    positions = arguments.get("position_ids")
     if not isinstance(positions, Tensor):
         return None
     if positions.dim() == 3 and positions.shape[0] == 4:
@@ -74,28 +74,23 @@ def rows_to_cut(
     pattern: Any = None,
     layout: SequenceLayout | None = None,
 ) -> WholeRows:
-    """Returns the rows of a call, and how the ring divides them.
+    """Returns the rows of a call, and how the ring divides them; refuses padding and unclear borders inside documents.
 
     Args:
         arguments: the arguments of a model, or the entries of a batch.
         pattern: the pattern that decides the layout; None for the pattern of the decoder's config.
         layout: the layout of a sharded cache that these rows fill.
-
-    Raises:
-        ValueError: no tokens, a mask or positions of other rows, positions that may mean several documents, or padding inside
-            a document.
     """
-    tokens = _checked_tokens(arguments)
-    batch, length = tokens.shape[:2]
-    mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
+    tokens, mask = _checked_tokens(arguments), arguments.get("attention_mask")
     rows = rows_of_call(runner, tokens, arguments)
     documents = rows.documents
     if documents is None:
-        documents = (((0, length),),) * batch if mask is None else documents_from_mask(mask != 0)
+        documents = (((0, rows.length),),) * rows.batch if mask is None else documents_from_mask(mask != 0)
     if mask is None and not rows.from_collator:
-        _check_gaps(_text_positions(positions), documents)
+        _check_gaps(_text_positions(arguments), documents)
     if layout is None:
-        layout = ring.layout_for(length, pattern or model_pattern(runner), documents)
+        pattern = pattern or layer_pattern(runner.config.get_text_config(), None)  # type: ignore[union-attr, operator]
+        layout = ring.layout_for(rows.length, pattern, documents)
     return replace(rows, documents=documents, layout=layout)
 
 
@@ -142,19 +137,18 @@ def whole_positions(runner: nn.Module, rows: WholeRows, arguments: Mapping[str, 
         return positions_of_documents(rows.documents, rows.length, first).to(tokens.device)
     if first and ids is not None:  # RoBERTa and its relatives count the tokens that are not padding, by their ids.
         valid = (ids != first - 1).long()
-        return valid.cumsum(1) * valid + first - 1
-    if getattr(runner.config, "model_type", None) in _COUNT_BY_MASK and isinstance(mask, Tensor) and mask.dim() == 2:
+    elif getattr(runner.config, "model_type", None) in _COUNT_BY_MASK and isinstance(mask, Tensor) and mask.dim() == 2:
         valid = mask.long()
-        return valid.cumsum(1) * valid - 1
-    return torch.arange(first, first + rows.length, device=tokens.device)[None]
+    else:
+        return torch.arange(first, first + rows.length, device=tokens.device)[None]
+    return valid.cumsum(1) * valid + first - 1
 
 
 def cut(arguments: Mapping[str, Any], rows: WholeRows, ring: Ring) -> dict[str, Any]:
     """Returns the arguments of a decoder with this rank's part of each tensor that has a value for each token.
 
     Those are tensors [B or 1, n, ...], positions [axes, B, n], and the features that a decoder adds at visual tokens
-    (`deepstack_visual_embeds`), which are picked by the mask of these (`visual_pos_masks`). Masks that the model has made for
-    "ring_dilated" already, and all other values, stay as they are.
+    (`deepstack_visual_embeds`), which are picked by the mask of these (`visual_pos_masks`).
     """
     layout = rows.layout
     assert layout is not None

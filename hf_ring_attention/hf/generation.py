@@ -11,11 +11,10 @@ from transformers import PreTrainedModel
 from ..ring.ring import Ring
 from ..transport.agreement import digest
 from .cache import ShardedCache, cache_argument
-from .config import model_pattern
+from .config import layer_pattern
 from .heads import watched
 from .hybrid_types import hybrids_of
-from .rings import attached_ring
-from .wrappers import evaluating, whole_model
+from .wrappers import attached_ring, evaluating, whole_model
 
 
 @torch.no_grad()
@@ -62,7 +61,7 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
         call.same("the shape of input_ids", tuple(input_ids.shape))
         call.same("a checksum of input_ids", digest(input_ids))
         call.same("whether attention_mask is given", attention_mask is not None)
-    layout = ring.layout_for(input_ids.shape[1], model_pattern(inner))
+    layout = ring.layout_for(input_ids.shape[1], layer_pattern(config, None))
     cache: ShardedCache = (ShardedCache if hybrids is None else hybrids.sharded_hybrid_cache)(layout, config)
     positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
     # Nothing reads the hidden states, so they are not joined.

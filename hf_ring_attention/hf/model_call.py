@@ -1,8 +1,7 @@
 """The call of a patched model: finds its rows, decides how they are cut and joined, and compares the calls of all ranks.
 
-Every rank of a ring calls the model with the same whole rows, and gets what one device would return. Hooks around the model
-begin and end its call, and hooks around its decoder cut the rows and join the results. Further hooks correct the few modules
-that would take a rank's part for a row.
+Hooks around the model begin and end its call, and hooks around its decoder cut the rows and join the results. Further hooks
+correct the few modules that would take a rank's part for a row.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ from .join import joined_output, kept
 from .lm_loss import LossInSlices, cross_entropy, join_of_fields, loss_in_slices, next_labels, way_of_loss
 from .positions import check_places, warn_of_temperatures
 from .registration import IMPLEMENTATION
-from .rings import attached_ring, set_ring
-from .wrappers import runner_of
+from .wrappers import attached_ring, runner_of, set_ring
 
 #: Logits of whole rows that are larger than this are warned of, in bytes.
 _LARGE_LOGITS = 1 << 30
@@ -180,22 +178,19 @@ def _checkpointed(checkpoint: Callable[..., Any], function: Callable[..., Any], 
 def _find_rows(now: ForwardPass, kwargs: Mapping[str, Any]) -> None:
     """Finds the rows of a call, and the part of each rank, once all ranks have come with equal calls."""
     ring, runner, cut_rows, cache = now.ring, now.runner, now.call.rows, cache_in(kwargs)
-    if ring is None or ring.world_size == 1:
-        _find_rows_alone(now, kwargs)
-        return
-    if isinstance(cache, ShardedCache):
-        if cache.get_seq_length() > 0:
-            now.held = _checked_step(ring, cache, tokens_in(kwargs), kwargs)
-            return
-    elif cache is not None or kwargs.get("use_cache") is True:
-        now.whole = True
-        if ring.rank == 0:
+    own_cache = not isinstance(cache, ShardedCache) and (cache is not None or kwargs.get("use_cache") is True)
+    if ring is None or ring.world_size == 1 or own_cache:
+        now.whole = ring is not None and ring.world_size > 1
+        if now.whole and ring is not None and ring.rank == 0:
             warn_once(
                 f"{type(runner).__name__} was called with a cache of its own (generate), so every rank computes whole rows: "
                 f"ra.prefill fills a sharded cache",
                 logging.INFO,
             )
         _find_rows_alone(now, kwargs)
+        return
+    if isinstance(cache, ShardedCache) and cache.get_seq_length() > 0:
+        now.held = _checked_step(ring, cache, tokens_in(kwargs), kwargs)
         return
     with ring.agreement("a forward pass of a model", by_digest=True) as agreed:
         now.rows = cut_rows or rows_to_cut(runner, ring, kwargs, layout=getattr(cache, "layout", None))
@@ -213,7 +208,7 @@ def _find_rows(now: ForwardPass, kwargs: Mapping[str, Any]) -> None:
 
 def _find_rows_alone(now: ForwardPass, kwargs: Mapping[str, Any]) -> None:
     """Finds the rows of a call that this process computes by itself."""
-    tokens, name = tokens_in(kwargs), type(now.runner).__name__
+    tokens = tokens_in(kwargs)
     if tokens is None or tokens.dim() < 2:
         return
     if cache_in(kwargs) is not None:
@@ -223,18 +218,18 @@ def _find_rows_alone(now: ForwardPass, kwargs: Mapping[str, Any]) -> None:
     now.rows = rows_of_call(now.runner, tokens, kwargs)
     if now.rows.packed and "position_ids" not in inspect.signature(now.runner.forward).parameters:
         raise ValueError(
-            f"{name} was given packed rows, and takes no position_ids: it numbers the tokens of a row itself, so it would "
-            f"number documents wrongly: pass one document a row, padded"
+            f"{type(now.runner).__name__} was given packed rows, and takes no position_ids: it would number documents wrongly: "
+            f"pass one document a row, padded"
         )
 
 
 def _checked_step(ring: Ring, cache: ShardedCache, tokens: Tensor | None, kwargs: Mapping[str, Any]) -> HeldKeys:
     """Returns what this rank's cache holds in a step of generation; all ranks must have the same tokens, positions and mask."""
-    mask, length = kwargs.get("attention_mask"), 0
+    mask, held = kwargs.get("attention_mask"), cache.get_seq_length()
     with ring.agreement("a step of generation", by_digest=True) as call:
         if tokens is None:
             raise ValueError("a forward pass needs input_ids or inputs_embeds")
-        length, held = tokens.shape[1], cache.get_seq_length()
+        length = tokens.shape[1]
         call.same("the tokens of a step", digest(tokens))
         if tokens.shape[0] != cache.num_rows:
             raise ValueError(
@@ -323,15 +318,10 @@ def _check_attended(now: ForwardPass, output: Any) -> None:
     """Refuses results of layers that did not attend by ring_dilated, and of a pooler that saw a part of the row alone."""
     name, implementation = type(now.module).__name__, implementation_of(now.runner.config)
     sharded = now.layout is not None or now.held is not None
-    if not now.attended and sharded:
+    if not now.attended and (sharded or implementation == IMPLEMENTATION):
         raise RuntimeError(
-            f"no layer of {name} attended by ring_dilated ({implementation!r} is set), so each rank saw nothing but its "
-            f"part: call ra.patch_model; if that was done, {name} cannot be sharded: use one process (ring=None)"
-        )
-    if not now.attended and implementation == IMPLEMENTATION:
-        raise RuntimeError(
-            f"no layer of {name} attended by ring_dilated: it computes attention of its own, and would ignore the pattern: "
-            f"use 'eager'"
+            f"no layer of {name} attended by ring_dilated ({implementation!r} is set), so it would ignore its pattern, or each "
+            f"rank would see its part alone: call ra.patch_model; if that was done, use 'eager' on one process (ring=None)"
         )
     if sharded and getattr(output, "pooler_output", None) is not None and not hasattr(now.runner, "pooler"):
         raise NotImplementedError(
@@ -349,12 +339,11 @@ def _with_last_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     now = running().forward_pass
     if now is None or now.last_position is None:
         return None  # Whole rows, or a step after a prefill, in which all ranks have all positions.
-    positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+    call = inspect.signature(module.forward).bind(*args, **kwargs)
+    positions = call.arguments["position_ids"]
     column = torch.full_like(positions[..., :1], now.last_position)
-    positions = torch.cat([positions, column], -1)
-    if "position_ids" in kwargs:
-        return args, {**kwargs, "position_ids": positions}
-    return (args[0], positions, *args[2:]), kwargs
+    call.arguments["position_ids"] = torch.cat([positions, column], -1)
+    return call.args, call.kwargs
 
 
 @torch.compiler.disable(reason="it belongs to _with_last_position")

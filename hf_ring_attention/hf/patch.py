@@ -28,10 +28,9 @@ from .config import (
 from .hybrid_types import hybrids_of
 from .model_call import attach_ring, before_model
 from .registration import IMPLEMENTATION
-from .rings import attached_ring, is_patched
 from .support import check_model, class_name
 from .tensor_parallel import check_ring
-from .wrappers import inner_model, runner_of
+from .wrappers import attached_ring, inner_model, is_patched, runner_of
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -1,7 +1,8 @@
-"""Finds the Transformers model inside its wrappers and the parts of it that matter here, and sets evaluation mode."""
+"""Finds the Transformers model inside its wrappers, its parts and its ring, and sets evaluation mode."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -10,6 +11,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..compute.private import compiled_module
+from ..ring.ring import Ring
+
+#: The attribute of a model's modules that holds their ring.
+_RING = "_ring_dilated_ring"
+#: The models that `patch_model` was called for; it keeps none of them alive.
+_PATCHED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
 def wrapped_modules(model: Any) -> list[Any]:
@@ -86,3 +93,26 @@ def class_of_transformers(module: nn.Module) -> type:
     """Returns the class of a module as Transformers defines it, or its own; FSDP 2 makes a class for each module it shards."""
     kinds = type(module).__mro__
     return next((kind for kind in kinds if kind.__module__.startswith("transformers.")), kinds[0])
+
+
+def attached_ring(module: nn.Module) -> Ring | None:
+    """Returns the ring that `patch_model` gave to a model, or to one of its modules."""
+    return getattr(module, _RING, None)
+
+
+def is_patched(module: nn.Module) -> bool:
+    """Returns whether `patch_model` was called for the model of a module, with a ring or without one."""
+    return hasattr(module, _RING)
+
+
+def set_ring(model: PreTrainedModel, ring: Ring | None) -> None:
+    """Makes this the ring of a model and of the modules of its decoder."""
+    _PATCHED.add(model)
+    of_ring = {model, *decoder_of(model).modules()}
+    for module in model.modules():
+        setattr(module, _RING, ring if module in of_ring else None)
+
+
+def models_of(ring: Ring) -> list[PreTrainedModel]:
+    """Returns the models that were patched with this ring and still exist."""
+    return [model for model in _PATCHED if attached_ring(model) is ring]

@@ -5,8 +5,7 @@ import torch
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.positions import first_position
-from hf_ring_attention.hf.rings import models_of
-from hf_ring_attention.hf.wrappers import runner_of
+from hf_ring_attention.hf.wrappers import models_of, runner_of
 from tests.support.probe import distance
 from tests.support.ranks import on_ranks
 from tests.support.tiny_models import POSITIONS, VOCAB, tiny_model
@@ -130,15 +129,13 @@ def test_packed_rows_of_models_that_number_tokens_themselves_are_refused(told):
 @pytest.mark.parametrize("told", TOLD)
 def test_positions_that_do_not_begin_where_a_document_does_are_refused(told):
     model = ra.patch_model(tiny_model("llama", "eager"))
-    with pytest.raises(
-        ValueError, match=r"begins at token 10 of batch row 0, and position_ids go on there from 9 to 10"
-    ):
+    with pytest.raises(ValueError, match=r"begins at token 10 of batch row 0, and its position_ids begin at 10"):
         logits(model, ids(), position_ids=torch.arange(TOKENS)[None], **TOLD[told])
     roberta = ra.patch_model(tiny_model("roberta", "eager"))
     counted = torch.cat([torch.arange(stop - start) for start, stop in DOCUMENTS])[None]
     with pytest.raises(
         ValueError,
-        match=r"begins at token 0 of batch row 0, and position_ids have 0 in it: .* count each document from 1",
+        match=r"begins at token 0 of batch row 0, .* at least 0: .* count each document from 1",
     ):
         logits(roberta, ids(), position_ids=counted, **TOLD[told])
 
