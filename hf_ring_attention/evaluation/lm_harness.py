@@ -21,9 +21,8 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
 from ..compute.private import check
-from ..hf.cache import cache_argument
+from ..hf.cache import cache_argument, prefill
 from ..hf.config import fewest_last_of, layer_pattern, warn_once
-from ..hf.generation import prefill
 from ..hf.lm_loss import IGNORED
 from ..hf.patch import patch_model
 from ..hf.registration import IMPLEMENTATION

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ..hf.lm_loss import IGNORED
 from ..hf.patch import patch_model
-from ..hf.positions import places_of
+from ..hf.rows import places_of
 from ..hf.support import check_predicts_next
 from ..hf.wrappers import attached_ring, evaluating, runner_of, whole_model
 from ..plan.branches import check_count

@@ -22,9 +22,8 @@ from .config import layer_pattern, unpatched_pattern
 from .forward_pass import ForwardPass, forward_pass_of, number_of, running
 from .hybrid_types import MIXERS
 from .masks import OwnBranch, Tokens, padding_first, tokens_of
-from .positions import at_its_place_in_the_row
-from .tensor_parallel import head_shard
-from .wrappers import attached_ring
+from .rows import at_its_place_in_the_row
+from .wrappers import attached_ring, head_shard
 
 #: Arguments that change the scores or the keys, whoever passes them.
 _REFUSED = ("position_bias", "head_mask", "block_table", "read_index", "write_index")

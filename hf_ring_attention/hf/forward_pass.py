@@ -133,10 +133,9 @@ def set_forward_pass(forward_pass: ForwardPass | None) -> None:
 def drop_broken_passes() -> None:
     """Ends the forward passes of this thread that Ctrl-C broke off."""
     now = running().forward_pass
-    if now is not None and now.broken_off():
-        while now is not None and now.broken_off():
-            now = now.outer
-        set_forward_pass(now)
+    while now is not None and now.broken_off():
+        now = now.outer
+    set_forward_pass(now)
 
 
 def forward_pass_of(config: Any) -> ForwardPass | None:

@@ -22,8 +22,8 @@ from ..plan.branches import Segment, Window
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents, HeldKeys
 from ..ring.attention import UNTRACEABLE, check_not_traced
-from .documents import documents_from_mask
 from .forward_pass import drop_broken_passes, forward_pass_of, number_of
+from .rows import documents_from_mask
 from .support import check_config, class_name
 
 #: Arguments of the mask functions of other implementations, which make squares and may leave them out.

@@ -23,8 +23,6 @@ from ..ring.ring import Ring
 from ..transport.agreement import digest
 from .cache import ShardedCache, cache_in
 from .config import patterns_of_layers, warn_once
-from .cut import by_name, cut, rows_of_call, rows_to_cut, tokens_in, whole_positions
-from .documents import documents_from_mask
 from .forward_pass import (
     CALL,
     Call,
@@ -38,8 +36,18 @@ from .forward_pass import (
 )
 from .join import joined_output, kept
 from .lm_loss import LossInSlices, cross_entropy, join_of_fields, loss_in_slices, next_labels, way_of_loss
-from .positions import check_places, warn_of_temperatures
 from .registration import IMPLEMENTATION
+from .rows import (
+    by_name,
+    check_places,
+    cut,
+    documents_from_mask,
+    rows_of_call,
+    rows_to_cut,
+    tokens_in,
+    warn_of_temperatures,
+    whole_positions,
+)
 from .wrappers import attached_ring, runner_of, set_ring
 
 #: Logits of whole rows that are larger than this are warned of, in bytes.
@@ -52,7 +60,7 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
     """Makes this the ring of the model's attention layers; None makes its rows whole ones again."""
     set_ring(model, ring)
     for module in model.modules():
-        remove_hooks(module, _is_own)
+        remove_hooks(module, lambda hook: getattr(hook, "__module__", None) in (__name__, f"{__package__}.patch"))
     # Any of these may be the one that is called: a model with its head, its base model, and the decoder of this.
     for called in dict.fromkeys((model, model.base_model, runner_of(model))):
         called.register_forward_pre_hook(before_model, with_kwargs=True)
@@ -65,10 +73,6 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
             module.register_forward_hook(_without_last_position)
         if name == "pooler":
             module.register_forward_pre_hook(_with_first_token)
-
-
-def _is_own(hook: Any) -> bool:
-    return getattr(hook, "__module__", None) in (__name__, f"{__package__}.patch")
 
 
 def _depends_on_length(module: nn.Module) -> bool:

@@ -11,8 +11,8 @@ from transformers.masking_utils import chunked_causal_mask_function, create_chun
 import hf_ring_attention as ra
 from hf_ring_attention.hf.cache import cache_argument
 from hf_ring_attention.hf.config import warn_once
-from hf_ring_attention.hf.documents import documents_from_mask
 from hf_ring_attention.hf.masks import ring_dilated_mask, tokens_of
+from hf_ring_attention.hf.rows import documents_from_mask
 from tests.hf.test_generation import generate, prompt, same
 from tests.support.probe import TOKENS, alone, batch, distance, errors, logits_and_gradients, over_ring
 from tests.support.ranks import on_ranks
@@ -192,7 +192,7 @@ def test_packed_rows_with_temperatures_are_told(caplog):
         model(**inputs, use_cache=False)
         model(**inputs, use_cache=False)
     told = [record.getMessage() for record in caplog.records if "packed" in record.getMessage()]
-    assert len(told) == 1 and "by its place in the row of 20 tokens" in told[0] and "every 12 tokens" in told[0]
+    assert len(told) == 1 and "their places in the row of 20 tokens" in told[0] and "fewer than 12 tokens" in told[0]
     caplog.clear()
     warn_once.cache_clear()
     with caplog.at_level(logging.WARNING), torch.no_grad():

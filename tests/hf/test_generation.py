@@ -101,14 +101,14 @@ def test_steps_with_a_cache_are_those_of_the_whole_row(model_type, pattern):
 
 
 def test_a_step_is_a_row_of_the_oracle(rng):
-    """Of 50 random problems: held keys in float64, output and gradients."""
+    """Of 25 random problems: held keys in float64, output and gradients."""
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     seed = generator.initial_seed()
 
     def choose(options):
         return options[int(torch.randint(len(options), (), generator=generator))]
 
-    for case in range(50):
+    for case in range(25):
         n, (heads, kv_heads) = choose(range(1, 30)), choose([(4, 2), (4, 4), (2, 1)])
         new, unwritten, causal = choose(range(1, n + 1)), choose(range(4)), choose([True, True, False])
         last = ra.Pattern((ra.Sink(1), ra.Window(4), ra.Last(new if new < n else choose(range(1, n + 1)))))
@@ -256,7 +256,7 @@ def differing_from_one_device(rank, model_type, answers, transport):
     return wrong
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize(("world_size", "transport"), [(2, "heads"), (3, "auto")])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_sharded_keys(ranks, model_type, world_size, transport):
@@ -352,26 +352,6 @@ def test_a_checksum_is_of_the_content_and_not_of_its_place_in_memory(dtype):
     for view in (x.T, x[:, ::2], x[:, 1:2], x[:, :1].expand(4, 3), x[..., None].transpose(0, 2)):
         assert digest(view) == digest(view.clone(memory_format=torch.contiguous_format))
         assert digest(view) != digest(1 - view.long())
-
-
-def test_strided_tokens_are_prefilled_and_stepped():
-    wide, question = tokens(34), tokens(4, seed=2)
-    document, chunks = wide[:, ::2], {"prefill_chunk_size": 2}
-    row = torch.cat([document, question], 1)
-    eager = tiny_model("llama", "eager")
-    expected = greedy(eager, row)
-    # Transformers did not always give chunks after a cache the mask of all tokens.
-    chunked = greedy(eager, row, **cache_argument(cache_in(eager(document, use_cache=True))), **chunks)
-
-    def work(ring, model):
-        found = []
-        for options in ({}, chunks)[: 2 if torch.equal(chunked, expected) else 1]:
-            cache = ra.prefill(model, document)
-            found.append(greedy(model, row, **cache_argument(cache), **options))
-        return found
-
-    for found in on_ranks(work, llama):
-        assert all(torch.equal(x, expected) for x in found)
 
 
 def test_a_question_without_its_document_is_refused():

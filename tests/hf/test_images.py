@@ -94,8 +94,10 @@ def test_a_seeing_model_is_saved_with_its_pattern(tmp_path):
     rows = seen("llava")
     model = ra.patch_model(seeing("llava"), PYRAMID)
     model.save_pretrained(tmp_path)
-    for implementation in (IMPLEMENTATIONS["text"], IMPLEMENTATIONS["all"]):
-        again = AutoModelForImageTextToText.from_pretrained(tmp_path, attn_implementation=implementation).eval()
+    for ways in ({}, *({"attn_implementation": IMPLEMENTATIONS[name]} for name in ("text", "all"))):
+        again = AutoModelForImageTextToText.from_pretrained(tmp_path, **ways).eval()
+        assert again.config.get_text_config()._attn_implementation == "ring_dilated"
+        assert ways or again.config.vision_config._attn_implementation != "ring_dilated"
         assert distance(logits_of(again, *rows), logits_of(model, *rows)) <= LOGITS
 
 
@@ -110,7 +112,7 @@ def test_images_over_a_ring(model_type, images):
     check_over_ring(make, lambda model: model(**inputs, use_cache=False), world_size=3, valid=inputs["attention_mask"])
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ["text", "patched"])
 def test_images_whose_tokens_see_each_other_are_refused(calls, implementation):
     model = seeing("gemma3", IMPLEMENTATIONS[implementation])
     inputs, labels = seen("gemma3", images=0)

@@ -7,7 +7,7 @@ import torch
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.cache import cache_argument, cache_in
-from hf_ring_attention.hf.positions import first_position
+from hf_ring_attention.hf.rows import first_position
 from hf_ring_attention.hf.wrappers import runner_of
 
 from ..support.probe import BATCHES, GRADIENTS, LOGITS, batch, distance, errors, logits_and_gradients, over_ring
@@ -102,7 +102,7 @@ def errors_of_a_rank(rank, name, answers, turn):
     return by_way
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_results_of_one_device(ranks, name, world_size):
