@@ -16,7 +16,6 @@ from transformers.cache_utils import Cache, DynamicLayer
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import HeldKeys
 from ..ring.ring import Ring
-from ..transport.agreement import digest
 from .config import layer_pattern
 from .heads import watched
 from .hybrid_types import hybrids_of
@@ -123,12 +122,9 @@ class ShardedCache(Cache):
 def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None = None) -> ShardedCache:
     """Computes the keys and values of whole sequences on all ranks of the model's ring; each rank keeps its shard of them.
 
-    The cache then serves `generate`, which every rank must call alike (with equal seeds, if it samples). The `input_ids`
-    of that call are these tokens and at least one more. Afterwards
-    `cache.crop(document.shape[1] - cache.get_seq_length())` makes the cache ready for another question.
-
-    Layers with a `Last` branch show every key to the last tokens of a document: first to the last tokens of `input_ids`, and
-    later to each new token. So a question may have at most the number of tokens in `Last`.
+    The cache then serves `generate`, which every rank must call alike (with equal seeds, if it samples), with these tokens and
+    at least one more. Afterwards `cache.crop(document.shape[1] - cache.get_seq_length())` makes it ready for another question.
+    With layers that have a `Last` branch, a question may have at most the number of tokens in `Last`.
 
     Args:
         model: a model with the ring of `patch_model(model, ring=ring)`; without a ring, this process computes whole sequences.
@@ -139,8 +135,8 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
         The cache, for `cache` of `generate` on this rank (before Transformers 5.24: `past_key_values`).
 
     Raises:
-        ValueError: a model with virtual tokens of PEFT, tokens that are not [B, n] or differ between ranks, or a mask of
-            another shape, or with padding for a model that numbers its tokens itself.
+        ValueError: a model with virtual tokens of PEFT, tokens or a mask that are not [B, n] or differ between ranks, or
+            padding for a model that numbers its tokens itself.
         NotImplementedError: a model that keeps states outside of its cache.
 
     Example:
@@ -156,13 +152,12 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
     inner = whole_model(model, "prefill")
     config, ring = inner.config.get_text_config(), attached_ring(inner) or Ring.alone()
     hybrids = hybrids_of(config)
-    with ring.agreement("prefill") as call:
+    with ring.agreement("prefill"):
         if hybrids is not None:
             hybrids.check_prefill(inner)
-        mask = _checked_mask(inner, input_ids, attention_mask)
-        call.same("the shape of input_ids", tuple(input_ids.shape))
-        call.same("a checksum of input_ids", digest(input_ids))
-        call.same("whether attention_mask is given", attention_mask is not None)
+        mask = _checked_mask(
+            inner, input_ids, attention_mask
+        )  # The forward pass compares it with the other ranks' mask.
     layout = ring.layout_for(input_ids.shape[1], layer_pattern(config, None))
     cache: ShardedCache = (ShardedCache if hybrids is None else hybrids.sharded_hybrid_cache)(layout, config)
     positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
@@ -182,11 +177,10 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
 
 def _checked_mask(model: PreTrainedModel, ids: Tensor, mask: Tensor | None) -> Tensor:
     """Returns the mask [B, n] of tokens; refuses rows that `generate` would not go on from."""
-    if ids.dim() != 2 or 0 in ids.shape:
-        raise ValueError(f"prefill: input_ids must be [batch, tokens], got {tuple(ids.shape)}")
     mask = torch.ones_like(ids) if mask is None else mask
-    if mask.shape != ids.shape:
-        raise ValueError(f"prefill: input_ids are {tuple(ids.shape)}, and the mask {tuple(mask.shape)}")
+    if ids.dim() != 2 or 0 in ids.shape or mask.shape != ids.shape:
+        got = f"{tuple(ids.shape)} and a mask {tuple(mask.shape)}"
+        raise ValueError(f"prefill: input_ids must be [batch, tokens], like the mask, got {got}")
     if not bool(mask.all()) and "position_ids" not in inspect.signature(model.forward).parameters:
         name = type(model).__name__
         raise ValueError(f"prefill: {name} takes no position_ids, so its generate would number padded rows differently")

@@ -123,10 +123,9 @@ def patch_model(
     Args:
         pattern: passed to `patch_config`; None keeps what the config has. A model without a pattern and with an adapter of
             PEFT takes the pattern that the adapter was trained under, which is saved with it.
-        ring: the ranks that compute each row together. All of them call the model with the same whole rows, as one device
-            would, and get what one device returns: the same loss, logits and hidden states; the mean of their gradients is
-            the gradient of one device. Under tensor parallelism these are the ranks with the same heads: `ra.Ring(mesh)` for
-            a mesh of ("cp", "tp"). None: this process computes whole rows alone.
+        ring: the ranks that compute each row together. All of them call the model with the same whole rows, and get what one
+            device returns; the mean of their gradients is its gradient. Under tensor parallelism these are the ranks with the
+            same heads: `ra.Ring(mesh)` for a mesh of ("cp", "tp"). None: this process computes whole rows alone.
 
     Returns:
         The model.
@@ -141,8 +140,7 @@ def patch_model(
         >>> ids = torch.arange(1, 33)[None]
         >>> logits = model(ids).logits
         >>> ids[0, 5] = 77
-        >>> changed = (model(ids).logits != logits).any(-1)[0]  # through 2 layers, token 5 reaches 6 tokens after it
-        >>> changed.nonzero().flatten().tolist()
+        >>> (model(ids).logits != logits).any(-1)[0].nonzero().flatten().tolist()  # 2 layers of windows
         [5, 6, 7, 8, 9, 10, 11]
         >>> models = [tiny_llama(), tiny_llama()]  # the same on each rank of a ring
         >>> def loss(ring):

@@ -273,8 +273,8 @@ def wrong_calls(rank):
     cache = ra.prefill(model, ids)
     for call, message in (
         (lambda: model(question() + (rank == 1), **cache_argument(cache)), "disagree on the tokens of a step"),
-        (lambda: ra.prefill(model, ids + rank), "disagree on a checksum of input_ids"),
-        (lambda: ra.prefill(model, ids[0]), r"input_ids must be \[batch, tokens\], got \(17,\)"),
+        (lambda: ra.prefill(model, ids + rank), "disagree on input_ids"),
+        (lambda: ra.prefill(model, ids[0]), r"input_ids must be \[batch, tokens\], like the mask, got \(17,\)"),
         (lambda: cache.crop(-1), "a sharded cache keeps the 17 tokens it was filled with"),
     ):
         with pytest.raises(ValueError, match=message):
