@@ -71,43 +71,44 @@ def documents_of_rows(
         seq_idx: [B, n] the number of each token's document, from 0.
         length: the number n of tokens in a row, if a collator describes it.
     """
-    by_ends = None if cu_seq_lens is None else (_documents_of_ends(batch, length, cu_seq_lens),)
-    collator = by_ends if seq_idx is None else _documents_of_numbers(batch, length, seq_idx)
-    found = _documents_of_positions(batch, positions, mask, first)
-    if collator is None:
-        return found, False
-    if positions is not None and any(len(row) > 1 for row in collator):
-        _check_beginnings(collator, positions, first)
-    by_mask = None if mask is None else documents_from_mask(mask != 0)
+    numbers = _numbers_of_collator(batch, length, cu_seq_lens, seq_idx)
+    if numbers is None:
+        return _documents_of_positions(batch, positions, mask, first), False
+    documents, valid = documents_from_mask(numbers), numbers != 0
+    by_positions: Documents | None = documents
+    if positions is not None:
+        by_positions = _documents_of_positions(batch, positions, valid, first) or documents_from_mask(valid)
     # A mask knows padding, but no borders between documents.
-    same_tokens = (((0, length),),) * batch, _merged(collator)
-    for name, other in (("cu_seq_lens", by_ends), ("the attention mask", by_mask), ("position_ids", found)):
-        if other not in (None, collator) and (other is by_ends or other not in same_tokens):
-            raise ValueError(
-                f"cu_seq_lens or seq_idx describe the documents {collator}, and {name} contradict them with {other}: pass the "
-                f"collator's batch unchanged"
-            )
-    return collator, True
-
-
-def _documents_of_ends(batch: int, length: int, cu_seq_lens: Any) -> tuple[tuple[int, int], ...]:
-    if not isinstance(cu_seq_lens, Tensor) or cu_seq_lens.dim() != 1:
-        raise ValueError(f"cu_seq_lens must be a tensor of one dimension, got {cu_seq_lens!r}")
-    documents = tuple(itertools.pairwise(cu_seq_lens.tolist()))
-    rising = documents and all(start < stop for start, stop in documents)
-    if batch != 1 or not rising or (documents[0][0], documents[-1][1]) != (0, length):
+    if by_positions != documents or not (mask is None or bool(mask.all()) or torch.equal(mask.cpu() != 0, valid)):
         raise ValueError(
-            f"cu_seq_lens must rise from 0 to the {length} tokens of one batch row, got {cu_seq_lens.tolist()} for {batch} "
-            f"batch rows: pass the cu_seq_lens of the collator together with its input_ids"
+            f"cu_seq_lens or seq_idx describe the documents {documents}, and position_ids or the attention mask contradict "
+            f"them: pass the collator's batch unchanged, with position_ids that count each document from {first}, or none"
         )
-    return documents
+    return documents, True
 
 
-def _documents_of_numbers(batch: int, length: int, seq_idx: Any) -> Documents:
-    if not isinstance(seq_idx, Tensor) or tuple(seq_idx.shape) != (batch, length):
-        got = tuple(seq_idx.shape) if isinstance(seq_idx, Tensor) else type(seq_idx).__name__
-        raise ValueError(f"seq_idx must be a tensor [{batch}, {length}] like input_ids, got {got}: pass the collator's")
-    return documents_from_mask(seq_idx + 1)
+def _numbers_of_collator(batch: int, length: int, cu_seq_lens: Any, seq_idx: Any) -> Tensor | None:
+    """Returns the numbers [B, n] of documents from 1, and 0 for padding, as a collator describes them; None if none does."""
+    by_ends = by_number = None
+    if cu_seq_lens is not None:
+        ends = cu_seq_lens.tolist() if isinstance(cu_seq_lens, Tensor) and cu_seq_lens.dim() == 1 else []
+        lengths = [stop - start for start, stop in itertools.pairwise(ends)]
+        if batch != 1 or not lengths or (ends[0], ends[-1]) != (0, length) or min(lengths) < 1:
+            raise ValueError(
+                f"cu_seq_lens must rise from 0 to the {length} tokens of one batch row, got {ends or cu_seq_lens!r} for "
+                f"{batch} batch rows: pass the cu_seq_lens of the collator together with its input_ids"
+            )
+        by_ends = torch.arange(1, len(ends)).repeat_interleave(torch.tensor(lengths))[None]
+    if seq_idx is not None:
+        if not isinstance(seq_idx, Tensor) or tuple(seq_idx.shape) != (batch, length):
+            got = tuple(seq_idx.shape) if isinstance(seq_idx, Tensor) else type(seq_idx).__name__
+            raise ValueError(
+                f"seq_idx must be a tensor [{batch}, {length}] like input_ids, got {got}: pass the collator's"
+            )
+        by_number = seq_idx.cpu() + 1
+    if by_ends is not None and by_number is not None and documents_from_mask(by_ends) != documents_from_mask(by_number):
+        raise ValueError("cu_seq_lens and seq_idx describe other documents: pass the collator's batch unchanged")
+    return by_ends if by_number is None else by_number
 
 
 def _documents_of_positions(batch: int, positions: Tensor | None, mask: Tensor | None, first: int) -> Documents | None:
@@ -131,12 +132,6 @@ def _documents_of_positions(batch: int, positions: Tensor | None, mask: Tensor |
     return documents_from_mask((restarts.cumsum(-1) + 1) * valid)
 
 
-def _merged(documents: Documents) -> Documents:
-    """Returns documents, with those that follow each other without padding between them joined into one."""
-    borders = [({start for start, _ in row}, {stop for _, stop in row}) for row in documents]
-    return tuple(tuple(zip(sorted(starts - stops), sorted(stops - starts))) for starts, stops in borders)
-
-
 def positions_of_documents(documents: Documents, length: int, first: int) -> Tensor:
     """Returns [B, length] int64: positions that count each document from `first`; 0 for padding."""
     positions = torch.zeros(len(documents), length, dtype=torch.int64)
@@ -144,20 +139,6 @@ def positions_of_documents(documents: Documents, length: int, first: int) -> Ten
         for start, stop in runs:
             positions[row, start:stop] = torch.arange(first, first + stop - start)
     return positions
-
-
-def _check_beginnings(documents: Documents, positions: Tensor, first: int) -> None:
-    """Refuses positions that do not restart at the documents of a packed row, or lie below `first`."""
-    rows = positions.cpu().expand(len(documents), -1)
-    for row, runs in enumerate(documents):
-        stops = {stop for _, stop in runs}
-        for start, stop in runs:
-            begin, lowest = int(rows[row, start]), int(rows[row, start:stop].min())
-            if lowest < first or (start in stops and begin > int(rows[row, start - 1])):
-                raise ValueError(
-                    f"a document begins at token {start} of batch row {row}, and its position_ids begin at {begin} and are at "
-                    f"least {lowest}: pass position_ids that count each document from {first}, or leave them out"
-                )
 
 
 def first_position(module: nn.Module) -> int:

@@ -134,10 +134,16 @@ def test_a_wrapper_around_a_mixer_goes_on_to_run(first):
         assert vars(mixer)["_ring_dilated_by_documents"].module is mixer, copied
 
 
-def test_mixers_of_another_name_are_refused(monkeypatch):
+def test_mixers_of_another_release_are_refused(monkeypatch):
+    """They have other names and calls there: states would not pass, and nothing would show it."""
     model = tiny_model("bamba", "eager")
     monkeypatch.setitem(MIXERS, "bamba", "BambaMixerOfBefore")
     with pytest.raises(NotImplementedError, match="BambaForCausalLM has no module of the class BambaMixerOfBefore"):
+        ra.patch_model(model)
+    monkeypatch.setattr(hybrid_models, "MIXERS_SINCE", "99.1")
+    with pytest.raises(
+        NotImplementedError, match=r"BambaForCausalLM is a hybrid.*since Transformers 99\.1.*upgrade it"
+    ):
         ra.patch_model(model)
 
 
@@ -314,17 +320,14 @@ def test_a_mixer_of_a_shard_is_not_run_by_itself():
     on_ranks(work, lambda: tiny_model("bamba", "eager"), 2)
 
 
-def test_a_hybrid_that_is_switched_to_ring_dilated_must_be_patched():
-    model = tiny_model("bamba", "eager")
-    model.set_attn_implementation("ring_dilated")
-    with pytest.raises(ValueError, match=r"BambaAttention attends beside recurrent layers.*call ra.patch_model"):
-        model(**batch("packed")[0], use_cache=False)
-
-
-def test_a_hybrid_that_is_loaded_by_name_is_patched_by_its_first_call():
+def test_a_hybrid_that_is_loaded_by_name_is_patched_by_its_first_call_and_one_that_is_switched_is_refused():
     inputs, _ = batch("packed")
     patched, named = ra.patch_model(tiny_model("bamba", "eager")), tiny_model("bamba", "ring_dilated")
     assert torch.equal(*(model(**inputs, use_cache=False).logits for model in (patched, named)))
+    switched = tiny_model("bamba", "eager")
+    switched.set_attn_implementation("ring_dilated")
+    with pytest.raises(ValueError, match=r"BambaAttention attends beside recurrent layers.*call ra.patch_model"):
+        switched(**inputs, use_cache=False)
 
 
 def test_rows_that_are_gathered_are_bounded_and_logged(monkeypatch, caplog):
@@ -337,12 +340,3 @@ def test_rows_that_are_gathered_are_bounded_and_logged(monkeypatch, caplog):
     monkeypatch.setattr(mixers, "MOST_GATHERED", 10_000)
     with pytest.raises(NotImplementedError, match=r"2 x 20 tokens x 32 x 8 bytes = 10240, above 10000"):
         on_ranks(work, lambda: tiny_model("minimax", "eager"))
-
-
-def test_earlier_releases_are_told_to_be_upgraded(monkeypatch):
-    """There, mixers have other names and calls: states would not pass, and nothing would tell."""
-    monkeypatch.setattr(hybrid_models, "MIXERS_SINCE", "99.1")
-    with pytest.raises(
-        NotImplementedError, match=r"BambaForCausalLM is a hybrid.*since Transformers 99\.1.*upgrade it"
-    ):
-        ra.patch_model(tiny_model("bamba", "eager"))

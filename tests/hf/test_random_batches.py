@@ -24,7 +24,7 @@ def test_random_cases_are_those_of_eager_attention(rng):
     assert report.outcomes["equal models"] > CASES / 3
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize("model_type", sorted(t for t, of in SUPPORTED.items() if of.ring and t not in WITHOUT_SHIFT))
 def test_the_own_loss_of_a_type_over_a_ring(model_type):
     plain = drawn(lambda case: long_enough(case) and not case.patterns and not case.changes and case.embeds is None)

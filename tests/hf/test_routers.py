@@ -1,15 +1,13 @@
 """The loss that balances experts, over rings: that of one process, from the tokens of all ranks."""
 
 import pytest
-import torch
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.cache import cache_argument, cache_in
 
 from ..support.probe import batch
 from ..support.ranks import on_ranks
 from ..support.releases import at_least, what_lacks
-from ..support.tiny_models import VOCAB, tiny_model
+from ..support.tiny_models import tiny_model
 from ..support.tolerance import EXACT
 
 #: Types that compute this loss on one process in the oldest release, too.
@@ -48,17 +46,3 @@ def test_losses_and_gradients_are_those_of_one_process(model_type):
     for name, gradient in gradients.items():
         mean = sum(own[name] for _, own in found) / 3
         assert float((mean - gradient).abs().max()) <= EXACT * largest, name
-
-
-def test_steps_after_a_prefill_have_all_of_it():
-    one = ra.patch_model(with_routers("mixtral"))
-    ids = torch.randint(3, VOCAB, (1, 16))
-    with torch.no_grad():
-        step = one(ids[:, :1], **cache_argument(cache_in(one(ids, use_cache=True)))).aux_loss
-
-    def work(ring, model):
-        with torch.no_grad():
-            cache = ra.prefill(model, ids)
-            return model(ids[:, :1], position_ids=torch.tensor([[16]]), **cache_argument(cache)).aux_loss
-
-    assert all(abs(found - step) <= EXACT for found in on_ranks(work, lambda: with_routers("mixtral"), 2))
