@@ -22,13 +22,6 @@ class ModelSupport:
         ring: whether its rows can be sharded over a ring, with the results of one device.
         packed: whether rows may hold several documents, described by position_ids.
         reason: why it is refused or untested, or why a supported type cannot be sharded; else "".
-
-    Example:
-        >>> mamba = next(model for model in ra.supported_models() if model.model_type == "mamba")
-        >>> mamba.status, mamba.ring
-        ('refused', False)
-        >>> print(mamba.reason)
-        MambaForCausalLM: it has recurrent layers alone, and none that attends: ... use 'sdpa' or 'eager'
     """
 
     model_type: str
@@ -49,8 +42,8 @@ def supported_models() -> tuple[ModelSupport, ...]:
         >>> support = {model.model_type: model for model in ra.supported_models()}
         >>> support["qwen3"].status, support["qwen3"].ring, support["qwen3"].packed
         ('supported', True, True)
-        >>> support["bloom"].status
-        'refused'
+        >>> print(support["mamba"].status, support["mamba"].reason)
+        refused MambaForCausalLM: it has recurrent layers alone, and none that attends: ... use 'sdpa' or 'eager'
     """
     return tuple(ModelSupport(**entry) for entry in _TABLE["models"])
 

@@ -1,5 +1,7 @@
 """What "ring_dilated" does not compute is refused before it computes something else; the message says what and what to do."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,8 @@ from transformers import (
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.masks import ring_dilated_mask
+from tests.support.ranks import run_ranks
+from tests.support.tiny_models import VOCAB, tiny_model
 
 SIZES = {"vocab_size": 97, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 WIDTHS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -137,3 +141,55 @@ def test_patch_config(settings, message):
     with pytest.raises(ValueError, match=message):
         ra.patch_config(config, **settings)
     assert not hasattr(config, "ring_dilated"), "a refused config is left as it was"
+
+
+MADE = {
+    "unpatched": lambda: tiny_model("llama", "ring_dilated"),
+    "patched": lambda: ra.patch_model(tiny_model("llama", "eager")),
+}
+TRACED = {
+    "export": lambda model, ids: torch.export.export(model, (ids,)),
+    "strict export": lambda model, ids: torch.export.export(model, (ids,), strict=True),
+    "trace": lambda model, ids: torch.jit.trace(model, ids),
+}
+
+
+class Logits(torch.nn.Module):
+    """A model that gives a tensor, as torch.jit.trace asks for."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return self.model(ids, use_cache=False).logits
+
+
+class Attention(torch.nn.Module):
+    """The function without a model."""
+
+    def forward(self, q):
+        q = q[:, None, :, None].float()
+        return ra.ring_attention(q, q, q, pattern=ra.Pattern.exact())
+
+
+def said(rank, made, traced):
+    """What tracing says, in a process of its own: torch leaves its modes behind where tracing fails."""
+    warnings.simplefilter("ignore")
+    model = Attention() if made == "function" else Logits(MADE[made]())
+    try:
+        TRACED[traced](model, torch.randint(3, VOCAB, (2, 20)))
+    except (NotImplementedError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.own_dtypes  # nothing is compiled where tests.support.tolerance turns float32 into float64
+@pytest.mark.parametrize(
+    ("made", "traced"),
+    [("unpatched", "strict export"), ("patched", "trace"), ("function", "export")],
+)
+def test_tracing_is_refused_by_name(made, traced):
+    (text,) = run_ranks(said, 1, made, traced)
+    assert "which no graph can hold: export a model with attn_implementation='sdpa'" in text
+    if traced in ("export", "trace"):
+        assert text.startswith("NotImplementedError: torch.export or torch.jit.trace was asked for")
