@@ -10,7 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute.reference import reference_attention
-from hf_ring_attention.hf.cache import cache_argument, cache_in
+from hf_ring_attention.hf.cache import cache_argument
 from hf_ring_attention.plan.problem import HeldKeys
 from hf_ring_attention.ring import engine
 from hf_ring_attention.transport.agreement import digest
@@ -55,13 +55,7 @@ class Generated(NamedTuple):
 
 def generate(model, ids, mask, **ways):
     torch.manual_seed(3)
-    ways = {
-        **ways,
-        "max_new_tokens": NEW,
-        "min_new_tokens": NEW,
-        "return_dict_in_generate": True,
-        "output_logits": True,
-    }
+    ways |= {"max_new_tokens": NEW, "min_new_tokens": NEW, "return_dict_in_generate": True, "output_logits": True}
     output = model.generate(ids, attention_mask=mask, **ways)
     return Generated(output.sequences, torch.stack(output.logits))
 
@@ -165,8 +159,7 @@ def test_a_sliding_cache_with_a_pattern_that_reaches_further():
     ra.patch_config(model.config, PATTERNS["pyramid"], layers=[1])
     ids, mask = prompt(padded=False)
     with pytest.raises(
-        ValueError,
-        match=r"MistralAttention: layer 1 .*drops keys beyond .* 6 tokens: .*DynamicCache\(\)",
+        ValueError, match=r"MistralAttention: layer 1 .*drops keys beyond .* 6 tokens: .*DynamicCache\(\)"
     ):
         generate(model, ids, mask, do_sample=False)
     expected = generate(model, ids, mask, do_sample=False, use_cache=False)
@@ -174,31 +167,14 @@ def test_a_sliding_cache_with_a_pattern_that_reaches_further():
 
 
 def test_what_steps_refuse():
-    model = ra.patch_model(tiny_model("llama", "eager"))
-    ids, mask = prompt(padded=False)
-    cache = cache_in(model(ids, use_cache=True))
+    attention, layer = ALL_ATTENTION_FUNCTIONS["ring_dilated"], llama().model.layers[0].self_attn
+    q, k = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 20, 8)
     with pytest.raises(ValueError, match=r"LlamaAttention: the mask has 3 tokens, for 3 query and 20 key tokens"):
-        model(ids[:, :3], attention_mask=mask[:, :3], **cache_argument(_hidden(cache)))
-    attention = ALL_ATTENTION_FUNCTIONS["ring_dilated"]
-    layer = model.model.layers[0].self_attn
-    q, k = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 5, 8)
-    with pytest.raises(NotImplementedError, match=r"LlamaAttention: 3 query tokens for 5 key tokens without causality"):
+        attention(layer, q, k, k, torch.ones(1, 3))
+    with pytest.raises(
+        NotImplementedError, match=r"LlamaAttention: 3 query tokens for 20 key tokens without causality"
+    ):
         attention(layer, q, k, k, None, is_causal=False)
-
-
-def _hidden(cache):
-    """The cache, of which the mask function is told that it is empty."""
-
-    class Hidden(DynamicCache):
-        def get_mask_sizes(self, query_length, layer_idx):
-            return query_length, 0
-
-        def get_query_offset(self, layer_idx):
-            return 0
-
-    hidden = Hidden()
-    hidden.layers = cache.layers
-    return hidden
 
 
 # ---- on a ring

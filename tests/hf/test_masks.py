@@ -255,29 +255,6 @@ def test_a_copied_mask_of_a_sharded_model():
         assert distance(logits, expected) <= EXACT
 
 
-SLIPS = {
-    "positions of another batch": {"position_ids": torch.zeros(3, TOKENS, dtype=torch.long)},
-    "positions of one dimension": {"position_ids": torch.arange(TOKENS)},
-    "positions in a list": {"position_ids": list(range(TOKENS))},
-    "seq_idx of a part": {"seq_idx": torch.zeros(1, 10, dtype=torch.long)},
-    "ends of a part": {"cu_seq_lens_q": torch.tensor([0, 5, 10])},
-    "ends in a list": {"cu_seq_lens_q": [0, 20]},
-    "an empty batch": {"input_ids": torch.zeros(0, TOKENS, dtype=torch.long)},
-    "neither tokens nor embeddings": {"input_ids": None},
-}
-
-
-@pytest.mark.parametrize("slip", SLIPS)
-def test_a_slip_of_one_rank_ends_all_of_them(slip):
-    def work(ring, model):
-        inputs = {"input_ids": ids(), "position_ids": torch.arange(TOKENS)[None]}
-        with pytest.raises(ValueError, match=r"must be|must rise|must have|cuts rows of tokens|disagree"):
-            model(**{**inputs, **(SLIPS[slip] if ring.rank == 1 else {})})
-        return True
-
-    assert on_ranks(work, lambda: tiny_model("llama", "eager")) == [True, True]
-
-
 @torch.no_grad()
 def test_a_window_longer_than_any_row_shows_all_of_it():
     models = [
