@@ -12,7 +12,7 @@ from hf_ring_attention.compute.private import checkpoint_activations
 from hf_ring_attention.hf.cache import cache_argument, cache_in
 from hf_ring_attention.hf.config import warn_once
 from hf_ring_attention.hf.hybrid_types import MIXERS
-from hf_ring_attention.hf.rows import documents_from_mask, documents_of_rows
+from hf_ring_attention.hf.rows import documents_of_rows
 from hf_ring_attention.hybrids import mixers, states
 from hf_ring_attention.hybrids import models as hybrid_models
 from hf_ring_attention.hybrids.models import mixers_of
@@ -33,12 +33,6 @@ KINDS = ["lfm2", "qwen3_next", "kimi_linear", "bamba", "jamba", "minimax"]
 ALL_TYPES = [name if name in KINDS else pytest.param(name, marks=pytest.mark.slow) for name in TYPES]
 
 
-def of_rows(answer):
-    """Logits and gradients of `alone`, which the next call would change."""
-    logits, gradients = answer
-    return logits, {name: gradient.clone() for name, gradient in gradients.items()}
-
-
 def errors_over_rings(models, kind, expected, world_size, **settings):
     """Of each rank, those of logits and of gradients."""
 
@@ -54,7 +48,7 @@ def test_states_pass_along_rings(model_type):
     """Eight ranks have two or three tokens each, fewer than a convolution reaches back."""
     eager, models = tiny_model(model_type, "eager"), [tiny_model(model_type, "eager") for _ in range(8)]
     for number, kind in enumerate(BATCHES):
-        expected = of_rows(alone(eager, *batch(kind)))
+        expected = alone(eager, *batch(kind))
         world_size, layout = (3, 8)[number % 2], ("zigzag", "contiguous")[number // 2]
         found = errors_over_rings(models, kind, expected, world_size, layout=layout)
         assert largest(map(max, found)) <= EXACT, (world_size, kind, layout)
@@ -67,7 +61,7 @@ def test_float32_over_a_ring_is_as_near_as_on_one_process(model_type):
     eager = tiny_model(model_type, "eager").float()
     exact = copy.deepcopy(eager).double()
     models = [tiny_model(model_type, "eager").float() for _ in range(2)]
-    expected, found = (of_rows(alone(model, *batch("packed"))) for model in (exact, eager))
+    expected, found = (alone(model, *batch("packed")) for model in (exact, eager))
     bounds = [max(1e-5, 8 * error) for error in errors(found, expected)]
     for of_rank in errors_over_rings(models, "packed", expected, 2):
         assert all(error <= bound for error, bound in zip(of_rank, bounds)), (of_rank, bounds)
@@ -115,7 +109,7 @@ def test_a_wrapper_around_a_mixer_goes_on_to_run(first):
     """As Accelerate's hooks are, which move weights; whether a model is patched before, after or again."""
     (inputs, labels), calls = batch("packed"), []
     model = tiny_model("qwen3_next", "eager")
-    expected = of_rows(alone(model, inputs, labels))[0]
+    expected = alone(model, inputs, labels)[0]
     if first == "patched":
         ra.patch_model(model)
     for _, mixer in mixers_of(model, model.config):
@@ -249,26 +243,13 @@ def test_a_static_cache_whose_masks_are_made_before_the_call(model_type):
 @pytest.mark.parametrize("kind", ["left", "right", "packed"])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_the_default_cache_of_a_forward_pass_keeps_documents_apart(model_type, kind):
-    """Losses and gradients in training mode, where models make a cache too, unless use_cache=False is passed."""
+    """Logits and gradients in training mode, in which models make a cache too, unless use_cache=False is passed."""
     inputs, labels = batch(kind)
-    if kind == "left":
-        labels[0, 0] = labels[1, 7] = -100  # A stock model predicts it from padding, or from nothing.
-    stock, patched = tiny_model(model_type, "eager").train(), ra.patch_model(tiny_model(model_type, "eager")).train()
-    mask = inputs.get("attention_mask", torch.ones_like(labels))
-    spans = documents_of_rows(len(labels), inputs["position_ids"], mask)[0] or documents_from_mask(mask)
-    counted, total = int((labels[:, 1:] != -100).sum()), 0.0
-    for row, start, stop in ((row, *span) for row, of_row in enumerate(spans) for span in of_row):
-        document = slice(row, row + 1), slice(start, stop)
-        loss = stock(input_ids=inputs["input_ids"][document], labels=labels[document]).loss
-        loss = loss * int((labels[document][:, 1:] != -100).sum()) / counted
-        loss.backward()
-        total += float(loss.detach())
-    loss = patched(**inputs, labels=labels).loss
-    loss.backward()
-    found, expected = (
-        (one, {name: x.grad for name, x in model.named_parameters() if x.grad is not None})
-        for one, model in ((loss.detach(), patched), (torch.tensor(total), stock))
-    )
+    expected = alone(tiny_model(model_type, "eager").train(), inputs, labels)
+    patched = ra.patch_model(tiny_model(model_type, "eager")).train()
+    logits = patched(**inputs).logits[labels != -100]
+    torch.nn.functional.cross_entropy(logits, labels[labels != -100], reduction="sum").backward()
+    found = logits.detach(), {name: x.grad for name, x in patched.named_parameters() if x.grad is not None}
     assert max(errors(found, expected)) <= EXACT
 
 

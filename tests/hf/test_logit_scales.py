@@ -101,11 +101,13 @@ def test_scales_and_caps_of_a_config_are_found_to_the_bit(name, dtype, rng):
 
 
 @pytest.mark.own_dtypes
-@pytest.mark.parametrize("wider", ["before", "behind"])
-def test_logits_in_float32_of_a_model_in_16_bits(wider):
+@pytest.mark.parametrize(
+    ("change", "scale"),
+    [(lambda x: x.float() / 1.003, 1.003), (lambda x: (x / 1.02).float(), 1.02)],
+    ids=["before", "behind"],
+)
+def test_logits_in_float32_of_a_model_in_16_bits(change, scale):
     """Scaled in the one or the other."""
-    change = {"before": lambda x: x.float() / 1.003, "behind": lambda x: (x / 1.02).float()}[wider]
-    scale = {"before": 1.003, "behind": 1.02}[wider]
     found, right = found_and_right(changed(change, torch.bfloat16, logits_scaling=scale), tokens())
     assert found.dtype == right.dtype == torch.float32
     assert torch.equal(found, right)
