@@ -10,10 +10,10 @@ from hf_ring_attention.hf.cache import cache_argument, cache_in
 from hf_ring_attention.hf.rows import first_position
 from hf_ring_attention.hf.wrappers import runner_of
 
-from ..support.probe import BATCHES, GRADIENTS, LOGITS, batch, distance, errors, logits_and_gradients, over_ring
+from ..support.probe import BATCHES, GRADIENTS, LOGITS, batch, errors, logits_and_gradients, over_ring
 from ..support.ranks import on_ranks
 from ..support.tiny_models import VOCAB, tiny_model
-from ..support.tolerance import EXACT
+from .test_generation import generate, same
 
 ROPE = {"rope_theta": 1e4, "factor": 4.0}
 #: What each shows beside grouped heads, full causal attention and plain RoPE.
@@ -114,13 +114,6 @@ def test_results_of_one_device(ranks, name, world_size):
             assert gradients <= GRADIENTS, way
 
 
-def generated(model, row, cache):
-    """Three tokens, and the logits behind them."""
-    settings = {"do_sample": False, "max_new_tokens": 3, "min_new_tokens": 3, "attention_mask": torch.ones_like(row)}
-    output = model.generate(row, **cache_argument(cache), return_dict_in_generate=True, output_logits=True, **settings)
-    return output.sequences, torch.stack(output.logits)
-
-
 @pytest.mark.drawn
 @pytest.mark.parametrize("name", CASES)
 def test_generated_tokens_of_one_device(name):
@@ -133,14 +126,14 @@ def test_generated_tokens_of_one_device(name):
     one = ra.patch_model(case_model(name))
     with torch.no_grad():
         cache = cache_in(one(row[:, :document], position_ids=torch.arange(document)[None], use_cache=True))
-    sequences, logits = generated(one, row, cache)
+    greedy = {"mask": torch.ones_like(row), "do_sample": False}
+    expected = generate(one, row, **greedy, **cache_argument(cache))
 
     def answers(ring, model):
-        return generated(model, row, ra.prefill(model, row[:, :document]))
+        return generate(model, row, **greedy, **cache_argument(ra.prefill(model, row[:, :document])))
 
-    for sequences_of_rank, logits_of_rank in on_ranks(answers, lambda: case_model(name), 4, **TRANSPORTS[transport](4)):
-        assert torch.equal(sequences_of_rank, sequences)
-        assert distance(logits_of_rank, logits) <= EXACT
+    for found in on_ranks(answers, lambda: case_model(name), 4, **TRANSPORTS[transport](4)):
+        assert same(found, expected)
 
 
 @pytest.mark.parametrize(
