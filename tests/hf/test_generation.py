@@ -180,53 +180,36 @@ def test_what_steps_refuse():
 # ---- on a ring
 
 
-LAYOUTS = ("contiguous", "zigzag")
+#: The pattern, the way and whether the document is padded, by the layout of a ring.
+CASES = {
+    "contiguous": (("exact", "greedy", False), ("pyramid", "greedy", True), ("longnet", "beams", False)),
+    "zigzag": (("exact", "beams", True), ("pyramid", "sampling", False), ("longnet", "sampling", True)),
+}
 
 
 def question():
     return torch.randint(3, VOCAB, (3, 4), generator=torch.Generator().manual_seed(2))
 
 
-def document_and_question(number):
-    """The inputs of a case: tokens and mask of both, the mask of the document or None, and a way of generating."""
-    ids, mask = prompt()
-    padded = bool(number % 2)
-    rows = torch.nn.functional.pad(mask if padded else torch.ones_like(mask), (0, 4), value=1)
-    way = list(WAYS)[(0, 2, 3)[number // 2 % 3]]
-    return torch.cat([ids, question()], 1), rows, mask if padded else None, way
+def document_and_question(padded):
+    """The tokens and the mask of both, and the mask of the document or None."""
+    ids, mask = prompt(padded)
+    return torch.cat([ids, question()], 1), torch.nn.functional.pad(mask, (0, 4), value=1), mask if padded else None
 
 
-def cases_of(model_type, world_size):
-    """(number, layout, pattern) of the cases of a ring: a layout with each pattern. From type to type the rings of 2 and of 3
-    exchange their layouts."""
-    cases = [(number, *case) for number, case in enumerate(itertools.product(LAYOUTS, PATTERNS))]
-    own = LAYOUTS[(TYPES.index(model_type) + world_size) % 2]
-    return [case for case in cases if case[1] == own]
-
-
-def tokens_of_one_device(model_type, world_size):
-    answers = {}
-    for number, _, pattern in cases_of(model_type, world_size):
-        whole, rows, _, way = document_and_question(number)
-        model = ra.patch_model(tiny_model(model_type, "eager"), PATTERNS[pattern])
-        answers[number] = generate(model, whole, rows, **WAYS[way])
-    return answers
-
-
-def differing_from_one_device(rank, model_type, answers, transport):
+def differing_from_one_device(rank, model_type, layout, answers, transport):
     """The cases in which a ring generates something else."""
     wrong = []
-    for number, layout, pattern in cases_of(model_type, torch.distributed.get_world_size()):
-        whole, rows, mask, way = document_and_question(number)
+    for (pattern, way, padded), expected in zip(CASES[layout], answers):
+        whole, rows, mask = document_and_question(padded)
         ring = ra.Ring(layout=layout, transport=transport)
         model = ra.patch_model(tiny_model(model_type, "eager"), PATTERNS[pattern], ring=ring)
         cache = ra.prefill(model, whole[:, :PROMPT], mask)
         if way == "beams":
             cache.batch_repeat_interleave(3)
         for asked in ("", "again") if way == "greedy" else ("",):
-            answer = generate(model, whole, rows, **cache_argument(cache), **WAYS[way])
-            if not same(answer, answers[number]):
-                wrong.append((layout, pattern, mask is not None, way, asked))
+            if not same(generate(model, whole, rows, **cache_argument(cache), **WAYS[way]), expected):
+                wrong.append((pattern, way, padded, asked))
             if way == "greedy":  # The same question is asked once more.
                 cache.crop(PROMPT - cache.get_seq_length())
     return wrong
@@ -237,8 +220,12 @@ def differing_from_one_device(rank, model_type, answers, transport):
 @pytest.mark.parametrize("model_type", TYPES)
 def test_sharded_keys(ranks, model_type, world_size, transport):
     """Documents prefilled over a ring, then questions: the tokens of one device, in every layout, pattern and way."""
-    answers = tokens_of_one_device(model_type, world_size)
-    for wrong in ranks.run(differing_from_one_device, world_size, model_type, answers, transport):
+    layout, answers = [*CASES][(TYPES.index(model_type) + world_size) % 2], []  # The rings exchange their layouts.
+    for pattern, way, padded in CASES[layout]:
+        whole, rows, _ = document_and_question(padded)
+        model = ra.patch_model(tiny_model(model_type, "eager"), PATTERNS[pattern])
+        answers.append(generate(model, whole, rows, **WAYS[way]))
+    for wrong in ranks.run(differing_from_one_device, world_size, model_type, layout, answers, transport):
         assert wrong == []
 
 
