@@ -5,7 +5,6 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.masks import ring_dilated_mask
@@ -69,21 +68,6 @@ def test_arguments_that_a_later_transformers_could_pass():
     model.model.layers[1].self_attn.__class__ = Later
     with pytest.raises(NotImplementedError, match=r"Later: layer 1 came with temperatures, which would change"):
         model(input_ids=IDS)
-
-
-def encoder_decoders():
-    yield T5ForConditionalGeneration(T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4))
-    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
-    widths = {"d_model": 32, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
-    yield BartForConditionalGeneration(BartConfig(vocab_size=97, **layers, **widths))
-
-
-def test_encoder_decoders():
-    for model in encoder_decoders():
-        before, name = model.config._attn_implementation, type(model).__name__
-        with pytest.raises(NotImplementedError, match=f"{name} attends from a decoder to an encoder"):
-            ra.patch_model(model, PATTERN)
-        assert model.config._attn_implementation == before
 
 
 def test_patch_model_of_something_else():
