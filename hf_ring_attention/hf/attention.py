@@ -289,27 +289,23 @@ def _check_call(
         )
     if kwargs.get("output_attentions") or attentions_are_collected():
         raise ValueError(
-            f"{name}: output_attentions=True was asked for, but ring_dilated never forms the attention weights: "
-            f"use attn_implementation='eager' to look at them"
+            f"{name}: output_attentions=True was asked for, but ring_dilated never forms the attention weights: use 'eager'"
         )
     passed = _strings_of(type(module).forward)
     for argument, present in kwargs.items():
         # Transformers passes every entry of a batch on to here. Only those that the layer's own code names have a meaning.
         if present is not None and argument not in _KNOWN and (argument in passed or argument in _REFUSED):
             raise NotImplementedError(
-                f"{_name_of(module)} came with {argument}, which would change the scores or the keys and which ring_dilated "
-                f"does not compute: use 'eager' or 'sdpa'"
+                f"{_name_of(module)} came with {argument}, which would change the scores or the keys: use 'eager' or 'sdpa'"
             )
     if mask is not None and (not isinstance(mask, Tensor) or (mask.dim() != 2 and number_of(mask) is None)):
         got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(
-            f"{name}: ring_dilated takes padding as a mask [batch, tokens], got {got}: pass the 2-D attention_mask of "
-            f"the tokenizer; patterns are set with patch_config"
+            f"{name}: ring_dilated takes padding as a mask [batch, tokens], got {got}: pass the 2-D attention_mask"
         )
     if mask is None and now is not None and now.layout is None and now.documents is not None:
         raise ValueError(
-            f"{name} was given packed rows by position_ids, but its model makes its masks itself, and made none for these "
-            f"rows: pass one document a row, padded"
+            f"{name} was given packed rows, and its model makes its own masks without documents: pass one document a row"
         )
     described = kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None
     if now is None and (described or getattr(getattr(module, "config", None), "model_type", None) in MIXERS):

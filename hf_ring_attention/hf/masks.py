@@ -89,13 +89,11 @@ def ring_dilated_mask(
     unknown = [name for name, value in kwargs.items() if value is not None and name not in _OPTIONS_OF_SQUARES]
     if unknown:
         raise NotImplementedError(
-            f"{class_name(config)}: ring_dilated does not know the mask argument {', '.join(unknown)}: use 'eager' or 'sdpa', "
-            f"or a release of Transformers that was tested"
+            f"{class_name(config)}: ring_dilated does not know the mask argument {', '.join(unknown)}: use 'eager' or 'sdpa'"
         )
     if use_vmap:
         raise ValueError(
-            f"{class_name(config)}: ring_dilated cannot apply or_mask_function and and_mask_function, which only a square "
-            f"mask could express: use 'eager' or 'sdpa'"
+            f"{class_name(config)}: ring_dilated cannot apply or_mask_function and and_mask_function: use 'eager' or 'sdpa'"
         )
     causal, own, packed = _read_mask_function(mask_function, config)
     drop_broken_passes()  # generate makes masks before it calls the model.

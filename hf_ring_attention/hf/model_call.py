@@ -68,16 +68,12 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
     if ring is None or ring.world_size == 1:
         return
     for name, module in model.base_model.named_modules():
-        if _depends_on_length(module):
+        kinds = getattr(module, "rope_type", None)
+        if any(kind in _LENGTH_DEPENDENT_ROPE for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])):
             module.register_forward_pre_hook(_with_last_position, with_kwargs=True)
             module.register_forward_hook(_without_last_position)
         if name == "pooler":
             module.register_forward_pre_hook(_with_first_token)
-
-
-def _depends_on_length(module: nn.Module) -> bool:
-    kinds = getattr(module, "rope_type", None)
-    return any(kind in _LENGTH_DEPENDENT_ROPE for kind in (kinds.values() if isinstance(kinds, dict) else [kinds]))
 
 
 # ---- hooks of the model and its decoder
@@ -187,8 +183,7 @@ def _find_rows(now: ForwardPass, kwargs: Mapping[str, Any]) -> None:
         now.whole = ring is not None and ring.world_size > 1
         if now.whole and ring is not None and ring.rank == 0:
             warn_once(
-                f"{type(runner).__name__} was called with a cache of its own (generate), so every rank computes whole rows: "
-                f"ra.prefill fills a sharded cache",
+                f"{type(runner).__name__} has its own cache, so all ranks compute whole rows: ra.prefill fills a sharded one",
                 logging.INFO,
             )
         _find_rows_alone(now, kwargs)
@@ -222,8 +217,7 @@ def _find_rows_alone(now: ForwardPass, kwargs: Mapping[str, Any]) -> None:
     now.rows = rows_of_call(now.runner, tokens, kwargs)
     if now.rows.packed and "position_ids" not in inspect.signature(now.runner.forward).parameters:
         raise ValueError(
-            f"{type(now.runner).__name__} was given packed rows, and takes no position_ids: it would number documents wrongly: "
-            f"pass one document a row, padded"
+            f"{type(now.runner).__name__} was given packed rows, and takes no position_ids: pass one document a row, padded"
         )
 
 
@@ -236,10 +230,8 @@ def _checked_step(ring: Ring, cache: ShardedCache, tokens: Tensor | None, kwargs
         length = tokens.shape[1]
         call.same("the tokens of a step", digest(tokens))
         if tokens.shape[0] != cache.num_rows:
-            raise ValueError(
-                f"the cache holds {cache.num_rows} batch rows, and {tokens.shape[0]} came: for beams, call "
-                f"cache.batch_repeat_interleave(beams) before generate"
-            )
+            came = f"{tokens.shape[0]} came: for beams, call cache.batch_repeat_interleave(beams)"
+            raise ValueError(f"the cache holds {cache.num_rows} batch rows, and {came}")
         call.same("position_ids of a step", digest(kwargs.get("position_ids")))
         call.same("attention_mask of a step", digest(mask))
         mask_len = mask.shape[1] if isinstance(mask, Tensor) and mask.dim() == 2 else held + length
@@ -329,8 +321,7 @@ def _check_attended(now: ForwardPass, output: Any) -> None:
         )
     if sharded and getattr(output, "pooler_output", None) is not None and not hasattr(now.runner, "pooler"):
         raise NotImplementedError(
-            f"{name} makes its pooler_output from a token that it looks for in the row, and each rank has only a part: "
-            f"use one process (ring=None)"
+            f"{name} makes its pooler_output from any token of the row, and a rank has only a part: use one process (ring=None)"
         )
 
 

@@ -72,10 +72,7 @@ def remember_pattern(adapters: Mapping[str, Any], config: PretrainedConfig) -> N
         if hasattr(adapter, _FIELD) and (mapping := _mapping_of(adapter)) is not None:
             setattr(adapter, _FIELD, ComputedOnCopy(config, _with_pattern, mapping))
         if adapter.task_type is None and not has_only_exact_attention(config.get_text_config()):
-            warn_once(
-                f"PEFT saves no pattern with adapter {name!r}, which has no task_type: make it with one, such as "
-                f"LoraConfig(task_type='CAUSAL_LM')"
-            )
+            warn_once(f"PEFT saves no pattern with adapter {name!r}, which has no task_type: make it with one")
 
 
 def _mapping_of(adapter: Any) -> Mapping[str, Any] | None:
@@ -184,9 +181,8 @@ def check_made_model(model: PreTrainedModel) -> None:
         keep_implementation(model.config)
     elif not has_only_exact_attention(text_config):
         warn_once(
-            f"the config of {class_name(model.config)} has a pattern for {IMPLEMENTATION!r}, and the model computes attention "
-            f"by {implementation!r}, where the pattern has no effect: load it with attn_implementation={IMPLEMENTATION!r}, or "
-            f"call ra.patch_model(model)"
+            f"the config of {class_name(model.config)} has a pattern, and the model computes attention by {implementation!r}, "
+            f"where the pattern has no effect: call ra.patch_model(model), or load it with {IMPLEMENTATION!r}"
         )
     remove_hooks(model, lambda hook: hook is _first_call)
     if not is_patched(model):  # A patched model may get another module, such as larger embeddings.

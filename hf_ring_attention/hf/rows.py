@@ -204,13 +204,10 @@ def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     """Returns the arguments of a call of a model by their names, also if its class passes them on as *args."""
     if not args:
         return dict(kwargs)
-    forwards = [inspect.signature(vars(x)["forward"]).parameters for x in type(module).__mro__ if "forward" in vars(x)]
-    names = next((list(x)[1:] for x in forwards if "input_ids" in x), [])
-    if len(args) > len(names):
-        raise TypeError(
-            f"{type(module).__name__} takes {len(names)} arguments by position, got {len(args)}: pass names"
-        )
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+    forwards = [inspect.signature(vars(x)["forward"]) for x in type(module).__mro__ if "forward" in vars(x)]
+    signature = next((x for x in forwards if "input_ids" in x.parameters), forwards[0])
+    _, *named = signature.bind_partial(module, *args).arguments.items()
+    return {**dict(named), **kwargs}
 
 
 def tokens_in(arguments: Mapping[str, Any]) -> Tensor | None:

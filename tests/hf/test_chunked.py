@@ -13,7 +13,8 @@ from hf_ring_attention.hf.config import warn_once
 from hf_ring_attention.hf.masks import ring_dilated_mask, tokens_of
 from hf_ring_attention.hf.rows import documents_from_mask
 from tests.hf.test_generation import generate, prompt, same
-from tests.support.probe import TOKENS, alone, batch, distance, errors, logits_and_gradients, over_ring
+from tests.support.neighbours import check
+from tests.support.probe import TOKENS, alone, batch, distance, logits_and_gradients, over_ring
 from tests.support.ranks import on_ranks
 from tests.support.tiny_models import VOCAB, tiny_config, tiny_model
 from tests.support.tolerance import EXACT
@@ -35,11 +36,6 @@ def packed(*lengths):
     return {"input_ids": inputs["input_ids"][:1], "position_ids": positions}, labels[:1].masked_fill(
         positions == 0, -100
     )
-
-
-def check(found, expected):
-    apart = errors(found, expected)
-    assert apart.logits <= EXACT and apart.gradients <= EXACT, apart
 
 
 @pytest.mark.parametrize(

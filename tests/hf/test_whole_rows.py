@@ -121,8 +121,7 @@ def test_the_loss_of_a_causal_model(number, kind):
     ("model_type", "kind"),
     [
         ("llama", "plain"),
-        ("llama", "packed"),
-        *((name, kind) for name in ("opt", "gpt2", "roberta") for kind in ("left", "packed")),
+        *((name, kind) for name in ("llama", "opt", "gpt2", "roberta") for kind in ("left", "packed")),
     ],
 )
 def test_logits_and_hidden_states(model_type, kind):
