@@ -98,9 +98,8 @@ def _of_decoder(now: ForwardPass, rows: WholeRows, kwargs: dict[str, Any]) -> di
     """Returns the arguments of the decoder: this rank's part of the rows, and positions that count each packed document."""
     runner, tokens = now.runner, tokens_in(kwargs)
     if rows.layout is None:
-        if not (rows.from_collator and rows.packed and kwargs.get("position_ids") is None):
-            return kwargs
-        return {**kwargs, "position_ids": whole_positions(runner, rows, kwargs)}
+        counted = rows.from_collator and rows.packed
+        return {**kwargs, "position_ids": whole_positions(runner, rows, kwargs)} if counted else kwargs
     assert now.ring is not None and tokens is not None
     if now.call.rows is not None:  # A loader has cut them.
         parts, now.last_position = dict(kwargs), rows.last_position
