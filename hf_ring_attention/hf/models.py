@@ -22,6 +22,11 @@ class ModelSupport:
         ring: whether its rows can be sharded over a ring, with the results of one device.
         packed: whether rows may hold several documents, described by position_ids.
         reason: why it is refused or untested, or why a supported type cannot be sharded; else "".
+
+    Example:
+        >>> mamba = next(model for model in ra.supported_models() if model.model_type == "mamba")
+        >>> print(mamba.status, mamba.reason)
+        refused MambaForCausalLM: it has recurrent layers alone, and none that attends: ... use 'sdpa' or 'eager'
     """
 
     model_type: str
@@ -42,8 +47,6 @@ def supported_models() -> tuple[ModelSupport, ...]:
         >>> support = {model.model_type: model for model in ra.supported_models()}
         >>> support["qwen3"].status, support["qwen3"].ring, support["qwen3"].packed
         ('supported', True, True)
-        >>> print(support["mamba"].status, support["mamba"].reason)
-        refused MambaForCausalLM: it has recurrent layers alone, and none that attends: ... use 'sdpa' or 'eager'
     """
     return tuple(ModelSupport(**entry) for entry in _TABLE["models"])
 
