@@ -9,9 +9,9 @@ from .evaluation.calibration.calibrate import calibrate as calibrate
 from .evaluation.calibration.result import Calibration as Calibration
 from .evaluation.perplexity import PerplexityReport as PerplexityReport
 from .evaluation.perplexity import perplexity as perplexity
+from .hf.cache import prefill as prefill
 from .hf.config import patch_config as patch_config
 from .hf.forward_pass import exact_attention as exact_attention
-from .hf.generation import prefill as prefill
 from .hf.models import ModelSupport as ModelSupport
 from .hf.models import supported_models as supported_models
 from .hf.patch import patch_model as patch_model

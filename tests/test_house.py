@@ -22,7 +22,7 @@ FOLDERS = ("plan", "compute", "transport", "ring", "hf", "hybrids", "training", 
 #: Imports inside a function, of modules above or beside, which load when they are needed: hybrids alone need their mixers, and
 #: what is registered while Transformers loads can only be loaded afterwards.
 LATE = {
-    *(("hf.registration", f"hf.{module}") for module in ("attention", "masks", "patch", "adapters")),
+    *(("hf.registration", f"hf.{module}") for module in ("attention", "masks", "patch")),
     ("hf.hybrid_types", "hybrids.models"),
     ("hf.on_import", "hf.registration"),
 }

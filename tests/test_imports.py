@@ -100,7 +100,9 @@ assert ra.RingTrainer(model, args, **data).train().global_step == 2
 
 def test_who_evaluates_a_model_does_not_load_what_trains_one():
     _, heavy = loaded_by(
-        "import hf_ring_attention as ra\n"
+        "import hf_ring_attention as ra\nfrom transformers import LlamaConfig\n"
+        # What registers may itself be what loads Transformers' attention interface, whose loading calls for it.
+        "assert ra.patch_config(LlamaConfig(), 'window:64+4').ring_dilated\n"
         "ra.patch_model, ra.patch_config, ra.Ring, ra.perplexity, ra.prefill, ra.ring_attention\n"
         "import transformers.models.llama.modeling_llama\n" + REGISTERED
     )

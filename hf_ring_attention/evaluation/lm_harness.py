@@ -21,14 +21,12 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
 from ..compute.private import check
-from ..hf.cache import cache_argument
+from ..hf.cache import cache_argument, prefill
 from ..hf.config import fewest_last_of, layer_pattern, patterns_of_layers, warn_once
-from ..hf.generation import prefill
 from ..hf.lm_loss import IGNORED
 from ..hf.patch import patch_model
 from ..hf.registration import IMPLEMENTATION
-from ..hf.rings import attached_ring
-from ..hf.wrappers import unwrapped, whole_model
+from ..hf.wrappers import attached_ring, unwrapped, whole_model
 from ..plan.branches import check_count
 from ..ring.ring import Ring
 from .calibration.result import load_pattern

@@ -15,11 +15,10 @@ from transformers import PreTrainedModel
 
 from ..compute.merge import accumulation_dtype
 from ..hf.config import warn_once
-from ..hf.cut import rows_to_cut
 from ..hf.forward_pass import Head
 from ..hf.heads import watched
 from ..hf.lm_loss import IGNORED
-from ..hf.positions import first_position
+from ..hf.rows import first_position, rows_to_cut
 from ..hf.wrappers import runner_of
 from ..plan.layouts import SequenceLayout
 from ..ring.ring import Ring

@@ -14,10 +14,9 @@ from transformers import PreTrainedModel
 
 from ..hf.lm_loss import IGNORED
 from ..hf.patch import patch_model
-from ..hf.positions import places_of
-from ..hf.rings import attached_ring
+from ..hf.rows import places_of
 from ..hf.support import check_predicts_next
-from ..hf.wrappers import evaluating, runner_of, whole_model
+from ..hf.wrappers import attached_ring, evaluating, runner_of, whole_model
 from ..plan.branches import check_count
 from ..ring.ring import Ring
 from ..transport.agreement import digest

@@ -22,18 +22,16 @@ from .config import layer_pattern, unpatched_pattern
 from .forward_pass import ForwardPass, forward_pass_of, number_of, running
 from .hybrid_types import MIXERS
 from .masks import OwnBranch, Tokens, padding_first, tokens_of
-from .positions import at_its_place_in_the_row
-from .rings import attached_ring
-from .tensor_parallel import head_shard
+from .rows import at_its_place_in_the_row
+from .wrappers import attached_ring, head_shard
 
 #: Arguments that change the scores or the keys, whoever passes them.
 _REFUSED = ("position_bias", "head_mask", "block_table", "read_index", "write_index")
 
-#: Arguments of layers without effect here, since the mask describes documents and causality; and those that are read by their
-#: names, or that the call of the model has read.
+#: Arguments of layers that the mask replaces, or that are read by their names.
 _KNOWN = (
-    "cu_seq_lens_k", "deterministic", "max_length_k", "max_length_q", "output_attentions", "position_ids",
-    "cu_seq_lens_q", "is_causal", "seq_idx",
+    "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "is_causal", "max_length_k", "max_length_q", "output_attentions",
+    "position_ids", "seq_idx",
 )  # fmt: skip
 
 #: The attribute of attention modules that holds a function of a layer's call and its output, which returns that output.
@@ -66,7 +64,7 @@ def ring_dilated_attention(
 ) -> tuple[Tensor, None]:
     """Computes a layer's attention; Transformers calls this function for "ring_dilated".
 
-    The first layer of a kind in a forward pass checks and plans its call; the others, which differ in numbers alone, use it.
+    The first layer of a kind in a forward pass checks and plans its call; the others use it.
 
     Args:
         query: [B, H, m, D]; key: [B, Hkv, n, D]; value: [B, Hkv, n, Dv]. The queries are the last m of the n tokens.
@@ -136,12 +134,12 @@ def _layer_call(
     now: ForwardPass | None,
     tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
     mask: Tensor | None,
-    numbers: tuple[float, float | None, int | None, float | None],
+    settings: tuple[float, float | None, int | None, float | None],
     kwargs: Mapping[str, Any],
 ) -> _LayerCall:
     """Checks a layer's call, decides its pattern, documents and ring, and plans it."""
     query, key, value, sinks = tensors
-    dropout, scaling, sliding_window, softcap = numbers
+    dropout, scaling, sliding_window, softcap = settings
     ring = attached_ring(module)
     if now is not None:
         now.attended = True
@@ -162,7 +160,10 @@ def _layer_call(
         pattern = _pattern_of(module, of_model)
         held, documents = tokens.held, tokens.documents
         if held is None:
-            held, documents = _held(module, query, key, tokens, of_model, causal, pattern)
+            if tokens.layout is None:
+                _check_lengths(module, query.shape[2], key.shape[2], tokens, causal)
+                _check_dropped_keys(module, tokens, of_model, pattern)
+                held, documents = _held(query.shape[2], key.shape[2], tokens)
             _check_padding_and_pieces(module, tokens, of_model, pattern, held)
         heads = head_shard(module, query, key)
     except (ValueError, NotImplementedError) as refused:
@@ -210,44 +211,43 @@ def _own_branch(module: nn.Module, sliding_window: int | None) -> OwnBranch | No
     return None if sliding_window is None else (Window, sliding_window)
 
 
-def _held(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    tokens: Tokens,
-    of_model: Branch | None,
-    causal: bool,
-    pattern: Pattern,
-) -> tuple[HeldKeys | None, Documents | None]:
-    """Returns the tokens that the cache holds, None if each key's token is a query too; and the documents of the row."""
-    if tokens.layout is not None:
-        return None, tokens.documents
-    name, num_queries, num_rows = type(module).__name__, query.shape[2], key.shape[2]
-    written = num_rows if tokens.written is None else tokens.written
+def _check_lengths(module: nn.Module, num_queries: int, num_rows: int, tokens: Tokens, causal: bool) -> None:
+    """Refuses keys of another sequence, and a mask of other tokens."""
     if not causal and num_queries != num_rows:
         raise NotImplementedError(
-            f"{name}: {num_queries} query tokens for {num_rows} key tokens without causality: ring_dilated attends "
-            f"within one sequence, and computes no cross-attention and no prefixes of encoders: use 'sdpa'"
+            f"{type(module).__name__}: {num_queries} query tokens for {num_rows} key tokens without causality: ring_dilated "
+            f"computes no cross-attention and no prefixes of encoders: use 'sdpa'"
         )
-    if tokens.length not in (None, num_rows) or written < num_queries:
+    if tokens.length not in (None, num_rows) or (tokens.written is not None and tokens.written < num_queries):
         raise ValueError(
-            f"{name}: the mask has {tokens.length} tokens, for {num_queries} query and {num_rows} key tokens: pass the "
-            f"attention_mask of all tokens so far, those in the cache included"
+            f"{type(module).__name__}: the mask has {tokens.length} tokens, for {num_queries} query and {num_rows} key tokens: "
+            f"pass the attention_mask of all tokens so far, those in the cache included"
         )
-    branches = [branch for one in pattern.kv_heads or (pattern,) for branch in one.branches]
-    if tokens.dropped and not all(_reaches_kept_keys(branch, of_model) for branch in branches):
-        own = "chunks have" if isinstance(of_model, Segment) else "own window has"
-        own += f" {getattr(of_model, 'length', 'no')}"
-        raise ValueError(
-            f"{_name_of(module)} has the pattern {pattern}, and its cache keeps only the last tokens (the layer's {own} "
-            f"tokens): pass cache=DynamicCache(), made without the config, which keeps all"
-        )
-    if num_queries == written == num_rows and not tokens.missing:
-        return None, tokens.documents
+
+
+def _check_dropped_keys(module: nn.Module, tokens: Tokens, of_model: Branch | None, pattern: Pattern) -> None:
+    """Refuses a pattern that shows keys which a cache has dropped: it keeps as many as the layer's own branch shows.
+
+    Only in layers with chunks are the positions of those keys known, on which other branches than windows depend.
+    """
+    kept, chunks = getattr(of_model, "length", None) or 0, isinstance(of_model, Segment)
+    for branch in (branch for one in pattern.kv_heads or (pattern,) for branch in one.branches):
+        known = isinstance(branch, (Segment, Window)) and branch.length is not None and branch.length <= kept
+        if tokens.dropped and not (known and (chunks or (isinstance(branch, Window) and branch.dilation == 1))):
+            raise ValueError(
+                f"{_name_of(module)} has the pattern {pattern}, and its cache drops keys beyond the model's own "
+                f"window or chunks of {kept} tokens: pass cache=DynamicCache(), made without the config, which keeps all"
+            )
+
+
+def _held(num_queries: int, num_rows: int, tokens: Tokens) -> tuple[HeldKeys | None, Documents | None]:
+    """Returns the tokens that the cache holds, None if each key's token is a query too; and the documents of the row."""
+    written = num_rows if tokens.written is None else tokens.written
     if not tokens.missing:
-        return HeldKeys.whole(written, num_queries, num_rows), tokens.documents
+        all_new = num_queries == written == num_rows
+        return None if all_new else HeldKeys.whole(written, num_queries, num_rows), tokens.documents
     # Chunks are counted from a document's first token, so that the dropped ones count too: the row begins with them.
-    before, rows = max(tokens.missing), tokens.documents or ((),) * query.shape[0]
+    before, rows = max(tokens.missing), tokens.documents or ((),) * len(tokens.missing)
     held = HeldKeys(before + written, num_queries, num_rows, ((0, before, before + written),))
     documents = tuple(
         tuple((before + start - missing, before + stop) for start, stop in row)
@@ -277,17 +277,6 @@ def _check_padding_and_pieces(
         )
 
 
-def _reaches_kept_keys(branch: Branch, of_model: Branch | None) -> bool:
-    """Returns whether a branch shows no keys that a cache has dropped, which keeps as many as the layer's own branch shows.
-
-    Only in layers with chunks are the positions of those keys known, on which other branches than windows depend.
-    """
-    if not isinstance(branch, (Segment, Window)) or not isinstance(of_model, (Segment, Window)):
-        return False
-    within = branch.length is not None and of_model.length is not None and branch.length <= of_model.length
-    return within and (isinstance(of_model, Segment) or (isinstance(branch, Window) and branch.dilation == 1))
-
-
 def _check_call(
     module: nn.Module, now: ForwardPass | None, mask: Any, dropout: float, kwargs: Mapping[str, Any]
 ) -> None:
@@ -300,37 +289,29 @@ def _check_call(
         )
     if kwargs.get("output_attentions") or attentions_are_collected():
         raise ValueError(
-            f"{name}: output_attentions=True was asked for, but ring_dilated never forms the attention weights: "
-            f"use attn_implementation='eager' to look at them"
+            f"{name}: output_attentions=True was asked for, but ring_dilated never forms the attention weights: use 'eager'"
         )
     passed = _strings_of(type(module).forward)
     for argument, present in kwargs.items():
         # Transformers passes every entry of a batch on to here. Only those that the layer's own code names have a meaning.
         if present is not None and argument not in _KNOWN and (argument in passed or argument in _REFUSED):
             raise NotImplementedError(
-                f"{_name_of(module)} came with {argument}, which would change the scores or the keys and which ring_dilated "
-                f"does not compute: use 'eager' or 'sdpa'"
+                f"{_name_of(module)} came with {argument}, which would change the scores or the keys: use 'eager' or 'sdpa'"
             )
     if mask is not None and (not isinstance(mask, Tensor) or (mask.dim() != 2 and number_of(mask) is None)):
         got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(
-            f"{name}: ring_dilated takes padding as a mask [batch, tokens], got {got}: pass the 2-D attention_mask of "
-            f"the tokenizer; patterns are set with patch_config"
+            f"{name}: ring_dilated takes padding as a mask [batch, tokens], got {got}: pass the 2-D attention_mask"
         )
     if mask is None and now is not None and now.layout is None and now.documents is not None:
         raise ValueError(
-            f"{name} was given packed rows by position_ids, but its model makes its masks itself, and made none for these "
-            f"rows: pass one document a row, padded"
+            f"{name} was given packed rows, and its model makes its own masks without documents: pass one document a row"
         )
-    if now is None and getattr(getattr(module, "config", None), "model_type", None) in MIXERS:
+    described = kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None
+    if now is None and (described or getattr(getattr(module, "config", None), "model_type", None) in MIXERS):
         raise ValueError(
-            f"{name} attends beside recurrent layers, whose states ring_dilated keeps within documents only in a call of a "
-            f"patched model: call ra.patch_model(model) after set_attn_implementation"
-        )
-    if now is None and (kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None):
-        raise ValueError(
-            f"{name} got cu_seq_lens or seq_idx, which ring_dilated reads in the call of its model: call "
-            f"ra.patch_model(model), and the model rather than its layers"
+            f"{name} attends beside recurrent layers, or got cu_seq_lens or seq_idx, which needs a call of a patched model: "
+            f"call ra.patch_model(model) after set_attn_implementation, and the model rather than its layers"
         )
 
 

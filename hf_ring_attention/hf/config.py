@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
@@ -22,8 +22,8 @@ from .support import check_config, class_name
 
 logger = logging.getLogger(__name__)
 
-#: The key of config.json by which Transformers chooses the implementation when nothing else is asked for. Transformers
-#: takes it out of the config that it loads, so it has to be written again before the config is saved.
+#: The key of config.json by which Transformers chooses the implementation. It takes the key out of a config that it loads, so
+#: the key is written again before the config is saved.
 _IMPLEMENTATION = "attn_implementation"
 
 #: It is saved beside a pattern: without this package, the error of Transformers names only the implementation.
@@ -61,15 +61,9 @@ class _Patterns:
     def check(self, config: PretrainedConfig) -> None:
         """Refuses patterns of other key/value heads than a config has; if it names none, they are checked in the layers."""
         heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
-        for pattern in (self.pattern, *self.layers.values()):
-            if pattern is not None and isinstance(heads, int):
+        for pattern in filter(None, (self.pattern, *self.layers.values())):
+            if isinstance(heads, int):
                 pattern.check_heads(heads, class_name(config))
-
-    def settings(self) -> dict[str, Any]:
-        """Returns what a config holds for them."""
-        pattern = None if self.pattern is None else self.pattern.to_dict()
-        layers = {str(number): pattern.to_dict() for number, pattern in self.layers.items()}
-        return {name: value for name, value in (("pattern", pattern), ("layers", layers)) if value}
 
 
 def layer_pattern(config: Any, layer: int | None, of_model: Branch | None = None) -> Pattern:
@@ -80,7 +74,7 @@ def layer_pattern(config: Any, layer: int | None, of_model: Branch | None = None
 
 
 def patterns_of_layers(config: Any) -> Mapping[int, Pattern]:
-    """Returns the patterns of layers that have their own, by the layers' numbers."""
+    """Returns the patterns of single layers by the layers' numbers."""
     return _patterns(config).layers
 
 
@@ -98,11 +92,9 @@ def _patterns(config: Any) -> _Patterns:
     if settings is None:
         return _Patterns(None, {})
     key = repr(settings), num_layers
-    if key not in _parsed_before:
-        if len(_parsed_before) >= 256:
-            _parsed_before.clear()
-        _parsed_before[key] = _parsed(settings, num_layers)
-    return _parsed_before[key]
+    if len(_parsed_before) >= 256:
+        _parsed_before.clear()
+    return _parsed_before.get(key) or _parsed_before.setdefault(key, _parsed(settings, num_layers))
 
 
 def _parsed(settings: Any, num_layers: int | None) -> _Patterns:
@@ -201,11 +193,6 @@ def warn_once(text: str, level: int = logging.WARNING) -> None:
     logger.log(level, text)
 
 
-def model_pattern(model: Any) -> Pattern:
-    """Returns the pattern that decides the layout of a model's rows: the one that was set for all its layers."""
-    return layer_pattern(model.config.get_text_config(), None)
-
-
 def fewest_last_of(config: Any) -> int | None:
     """Returns how many of a document's last tokens see every key in all layers that have a `Last`; None if no layer has one."""
     found = [fewest_last(layer_pattern(config, layer)) for layer in (None, *range(config.num_hidden_layers))]
@@ -249,44 +236,39 @@ def patch_config(
             raise ValueError("patch_config: a calibration has patterns for layers of its own: leave layers out")
         _check_calibration(pattern, text_config)
         patterns = _Patterns(None, pattern.layers)
-    elif layers is None:
-        patterns = _Patterns(as_pattern(pattern, "patch_config"), {})
     else:
-        numbers = _checked_layers(layers, text_config.num_hidden_layers)
-        own = dict.fromkeys(numbers, as_pattern(pattern, "patch_config"))
-        patterns = _Patterns(before.pattern, {**before.layers, **own})
+        pattern = as_pattern(pattern, "patch_config")
+        own = dict.fromkeys(_checked_layers(layers, text_config.num_hidden_layers), pattern)
+        patterns = _Patterns(before.pattern, {**before.layers, **own}) if own else _Patterns(pattern, {})
     patterns.check(text_config)
-    return use_settings(config, patterns.settings())
+    of_layers = {str(number): pattern.to_dict() for number, pattern in patterns.layers.items()}
+    of_all = {} if patterns.pattern is None else {"pattern": patterns.pattern.to_dict()}
+    return use_settings(config, of_all | ({"layers": of_layers} if of_layers else {}))
 
 
-def _checked_layers(layers: Iterable[int], count: int) -> list[int]:
-    """Returns the numbers of layers; it reads no further than to a layer that the model does not have."""
-    numbers = []
-    for number in layers:
+def _checked_layers(layers: Iterable[int] | None, count: int) -> Iterator[int]:
+    """Yields the numbers of layers; it reads no further than to a layer that the model does not have."""
+    number = None
+    for number in () if layers is None else layers:
         if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < count:
             raise ValueError(f"patch_config: layers must be integers among 0..{count - 1}, got {number!r}")
-        numbers.append(number)
-    if not numbers:
+        yield number
+    if number is None and layers is not None:
         raise ValueError("patch_config: layers is empty: name the layers, or leave it out for all of them")
-    return numbers
 
 
 def _check_calibration(calibration: PatternsOfLayers, config: PretrainedConfig) -> None:
     """Refuses a calibration of another model: it has a pattern for each layer without a window or chunks of its own."""
     name, count, types = class_name(config), config.num_hidden_layers, getattr(config, "layer_types", None) or ()
-    if calibration.num_hidden_layers != count:
-        raise ValueError(
-            f"patch_config: the calibration is of a model of {calibration.num_hidden_layers} layers, and {name} has "
-            f"{count}: calibrate this model"
-        )
     needed = {number for number, kind in enumerate(types) if kind == "full_attention"}
     if not types and config.model_type not in MIXERS and not _has_windows(config):
         needed = {*range(count)}
     windows = {number for number, kind in enumerate(types) if kind in _WINDOWS}
-    if needed - {*calibration.layers} or windows & {*calibration.layers}:
+    found = {*calibration.layers}
+    if calibration.num_hidden_layers != count or needed - found or windows & found:
         raise ValueError(
-            f"patch_config: the calibration has patterns for layers {[*calibration.layers]}, and {name} needs them for "
-            f"{sorted(needed)}: calibrate this model"
+            f"patch_config: the calibration is of a model of {calibration.num_hidden_layers} layers, and {name} has {count}; "
+            f"it has patterns for layers {sorted(found)}, and {name} needs them for {sorted(needed)}: calibrate this model"
         )
 
 

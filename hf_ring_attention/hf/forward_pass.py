@@ -133,10 +133,9 @@ def set_forward_pass(forward_pass: ForwardPass | None) -> None:
 def drop_broken_passes() -> None:
     """Ends the forward passes of this thread that Ctrl-C broke off."""
     now = running().forward_pass
-    if now is not None and now.broken_off():
-        while now is not None and now.broken_off():
-            now = now.outer
-        set_forward_pass(now)
+    while now is not None and now.broken_off():
+        now = now.outer
+    set_forward_pass(now)
 
 
 def forward_pass_of(config: Any) -> ForwardPass | None:
@@ -155,14 +154,14 @@ def number_of(mask: Tensor | None) -> int | None:
 def exact_attention(model: nn.Module) -> Iterator[None]:
     """A context in which a patched model attends as it did before it had patterns: exactly, and by its layers' own windows.
 
-    Other threads, and other tasks of asyncio, are not affected. Shards of a ring keep the layout of the model's own pattern.
-    Gradients are not recorded, because a backward pass recomputes layers (gradient checkpointing) outside of the context.
+    Other threads are not affected, and shards of a ring keep the layout of the model's own pattern. Gradients are not
+    recorded, because a backward pass recomputes layers (gradient checkpointing) outside of the context.
 
     Args:
         model: a Transformers model, bare or wrapped by DDP, FSDP, DeepSpeed, PEFT or torch.compile.
 
     Raises:
-        ValueError: no Transformers model; or, in a forward pass, gradients that are recorded all the same.
+        ValueError: no Transformers model, or gradients that are recorded all the same.
 
     Example:
         >>> model, ids = ra.patch_model(tiny_llama(), "window:4+2"), torch.arange(1, 33)[None]

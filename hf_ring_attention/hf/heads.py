@@ -98,20 +98,37 @@ class HeadCall:
         return self.plain is not None and version_of(self.plain) == self._version
 
     def head(self, logits: Tensor, config: PretrainedConfig) -> Head | None:
-        """Returns the function that makes logits of hidden states, by the logits of the few tokens; None if it is not known."""
-        output, plain = self.output, self.plain
-        if output is None or plain is None or self.unsuited is not None or not self.plain_is_intact:
+        """Returns the function that makes logits of hidden states; None if the config does not name what the model does.
+
+        Models scale and cap in the dtype of their output layer or in a larger one, and may leave out logits beyond their
+        vocabulary. A compiled model rounds elsewhere, so a few logits may be off by their last bit.
+
+        Args:
+            logits: [B, 1 or 2, vocabulary] the model's own for the few tokens.
+        """
+        output, named = self.output, named_change(config)
+        if output is None or self.plain is None or self.unsuited is not None or not self.plain_is_intact:
             return None
-        change = fitting_change(config, plain, logits)
-        if change is None:
+        plain, logits = self.plain.detach(), logits.detach()
+        width, dtype = logits.shape[-1], logits.dtype
+        if plain.shape[:-1] != logits.shape[:-1] or width > plain.shape[-1]:
             return None
         autocast = partial(torch.autocast, plain.device.type, dtype=self._autocast, enabled=self._autocast is not None)
+        eps, rounding = torch.finfo(dtype).eps, 16 * min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+        for inner in (plain.dtype, dtype, torch.promote_types(plain.dtype, torch.float32)):
 
-        def head(hidden: Tensor) -> Tensor:
-            with autocast():
-                return change(output(hidden))
+            def change(x: Tensor, inner: torch.dtype = inner) -> Tensor:
+                return named(x[..., :width].to(inner)).to(dtype)
 
-        return head
+            close = partial(torch.isclose, change(plain).double(), logits.double(), atol=0, equal_nan=True)
+            if bool(close(rtol=max(1.01 * eps, rounding)).all() & (close(rtol=rounding).double().mean() > 0.9)):
+
+                def head(hidden: Tensor, change: Head = change) -> Tensor:
+                    with autocast():
+                        return change(output(hidden))
+
+                return head
+        return None
 
 
 @contextmanager
@@ -188,30 +205,3 @@ def named_change(config: PretrainedConfig) -> Head:
         return x
 
     return change
-
-
-def fitting_change(config: PretrainedConfig, plain: Tensor, logits: Tensor) -> Head | None:
-    """Returns what a model does to the logits of its output layer; None if its config does not name that.
-
-    Models scale and cap in the dtype of their output layer or in a larger one. They may leave out logits beyond their
-    vocabulary. A compiled model rounds elsewhere, so a few logits may be off by their last bit.
-
-    Args:
-        plain: [..., rows of the output layer]; logits: [..., vocabulary] the model's own.
-    """
-    plain, logits = plain.detach(), logits.detach()
-    width, dtype, named = logits.shape[-1], logits.dtype, named_change(config)
-    if plain.shape[:-1] != logits.shape[:-1] or width > plain.shape[-1]:
-        return None
-    eps, single = torch.finfo(dtype).eps, torch.finfo(torch.float32).eps
-    rounding = 16 * min(eps, single)
-    for inner in (plain.dtype, dtype, torch.promote_types(plain.dtype, torch.float32)):
-
-        def change(x: Tensor, inner: torch.dtype = inner) -> Tensor:
-            return named(x[..., :width].to(inner)).to(dtype)
-
-        changed = change(plain)
-        close = partial(torch.isclose, changed.double(), logits.double(), atol=0, equal_nan=True)
-        if bool(close(rtol=max(1.01 * eps, rounding)).all() & (close(rtol=rounding).double().mean() > 0.9)):
-            return change
-    return None

@@ -13,9 +13,6 @@ from ..ring.shards import whole_of
 from .cache import cache_names
 from .forward_pass import ForwardPass, WholeRows
 
-#: A function that makes a value of whole rows from this rank's part of it.
-Join = Callable[[Tensor], Tensor]
-
 
 class NotFormedError(RuntimeError, AttributeError):
     """A result was used that its call did not form.
@@ -66,8 +63,7 @@ LOGITS_NOT_FORMED = NotFormed(
 #: The cache of a call over a ring.
 CACHE_NOT_FORMED = NotFormed(
     "cache",
-    "each rank of a ring computed a part of its rows: pass use_cache=True to compute whole rows with a cache on every rank, or "
-    "fill a sharded cache with ra.prefill",
+    "each rank of a ring computed a part of its rows: pass use_cache=True for whole rows on every rank, or call ra.prefill",
 )
 
 
@@ -112,7 +108,7 @@ def joined_output(now: ForwardPass, output: Any) -> Any:
             return x
         return join_rows(x) if now.keep is None else kept(x, rows, ring, now.keep)
 
-    def whole(x: Any, join: Join, flat: bool = False) -> Any:
+    def whole(x: Any, join: Callable[[Tensor], Tensor], flat: bool = False) -> Any:
         if isinstance(x, (tuple, list)):
             return type(x)(whole(entry, join, flat) for entry in x)
         if isinstance(x, Tensor) and tuple(x.shape[:2]) == part:

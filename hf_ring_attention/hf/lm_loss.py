@@ -1,8 +1,7 @@
 """The loss of a causal language model on this rank's part of the rows, for a slice of tokens at a time.
 
-Labels are shifted in whole rows and cut like them. The hidden states stay parts, no more than the logits of a slice exist at
-any time, and the sums of all ranks are added. The gradients of a slice are computed with it, in forward, so that its logits are
-formed once (torchtitan's chunked loss does so): backward only scales them.
+Labels are shifted in whole rows and cut like them. The gradients of a slice are computed with its loss, in forward, so that its
+logits are formed once (torchtitan's chunked loss does so): backward only scales them.
 """
 
 from __future__ import annotations

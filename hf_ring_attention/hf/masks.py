@@ -22,8 +22,8 @@ from ..plan.branches import Segment, Window
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents, HeldKeys
 from ..ring.attention import UNTRACEABLE, check_not_traced
-from .documents import documents_from_mask
-from .forward_pass import ForwardPass, drop_broken_passes, forward_pass_of, number_of
+from .forward_pass import drop_broken_passes, forward_pass_of, number_of
+from .rows import documents_from_mask
 from .support import check_config, class_name
 
 #: Arguments of the mask functions of other implementations, which make squares and may leave them out.
@@ -89,13 +89,11 @@ def ring_dilated_mask(
     unknown = [name for name, value in kwargs.items() if value is not None and name not in _OPTIONS_OF_SQUARES]
     if unknown:
         raise NotImplementedError(
-            f"{class_name(config)}: ring_dilated does not know the mask argument {', '.join(unknown)}: use 'eager' or 'sdpa', "
-            f"or a release of Transformers that was tested"
+            f"{class_name(config)}: ring_dilated does not know the mask argument {', '.join(unknown)}: use 'eager' or 'sdpa'"
         )
     if use_vmap:
         raise ValueError(
-            f"{class_name(config)}: ring_dilated cannot apply or_mask_function and and_mask_function, which only a square "
-            f"mask could express: use 'eager' or 'sdpa'"
+            f"{class_name(config)}: ring_dilated cannot apply or_mask_function and and_mask_function: use 'eager' or 'sdpa'"
         )
     causal, own, packed = _read_mask_function(mask_function, config)
     drop_broken_passes()  # generate makes masks before it calls the model.
@@ -103,14 +101,17 @@ def ring_dilated_mask(
     layout, held = (None, None) if now is None else (now.layout, now.held)
     # Causal queries are the last tokens that are written.
     written = int(q_offset) + q_length - kv_offset if causal else kv_length
-    documents, valid = _known_documents(now, packed), None
-    if documents is None and attention_mask is not None:
+    documents, valid = None, None
+    if packed is not None and layout is None and not (now and now.rows and now.rows.from_collator):
+        # Without a mask, Transformers reads documents from positions by a rule of its own, which other implementations follow.
+        documents = documents_from_mask((packed + 1).expand(batch_size, -1))
+    elif now is not None and now.documents is not None:
+        documents = now.documents
+    elif attention_mask is not None:
         first = kv_offset if attention_mask.shape[1] > kv_length else 0  # It is a mask of all tokens, or of the keys.
         numbers = attention_mask[:, first : first + written].to(torch.int64).cpu()
         documents, valid = _documents_and_padding(F.pad(numbers, (0, written - numbers.shape[1])))
-    elif documents is None and packed is not None and layout is None:
-        documents = documents_from_mask((packed + 1).expand(batch_size, -1))
-    elif documents is None:
+    else:
         documents = (((0, written),),) * batch_size
     missing: tuple[int, ...] = ()
     if own is not None and own[0] is Segment and kv_offset:
@@ -125,18 +126,6 @@ def ring_dilated_mask(
     mask = torch.tensor([[[[number]]]])
     setattr(mask, _TOKENS, tokens)
     return mask
-
-
-def _known_documents(now: ForwardPass | None, packed: Tensor | None) -> Documents | None:
-    """Returns the documents that the running forward pass has found; None if masks describe them.
-
-    Without a mask, Transformers reads documents from positions by a rule of its own (`packed`). It wins over the forward pass's
-    reading of positions, since the model computes it under any other implementation.
-    """
-    if now is None or now.rows is None or now.held is not None:
-        return None
-    by_transformers = packed is not None and now.layout is None and not now.rows.from_collator
-    return None if by_transformers else now.documents
 
 
 def _read_mask_function(

@@ -1,8 +1,7 @@
 """The call of a patched model: finds its rows, decides how they are cut and joined, and compares the calls of all ranks.
 
-Every rank of a ring calls the model with the same whole rows, and gets what one device would return. Hooks around the model
-begin and end its call, and hooks around its decoder cut the rows and join the results. Further hooks correct the few modules
-that would take a rank's part for a row.
+Hooks around the model begin and end its call, and hooks around its decoder cut the rows and join the results. Further hooks
+correct the few modules that would take a rank's part for a row.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from ..ring.ring import Ring
 from ..transport.agreement import digest
 from .cache import ShardedCache, cache_in
 from .config import patterns_of_layers, warn_once
-from .cut import by_name, cut, rows_of_call, rows_to_cut, tokens_in, whole_positions
-from .documents import documents_from_mask
 from .forward_pass import (
     CALL,
     Call,
@@ -39,10 +36,19 @@ from .forward_pass import (
 )
 from .join import joined_output, kept
 from .lm_loss import LossInSlices, cross_entropy, join_of_fields, loss_in_slices, next_labels, way_of_loss
-from .positions import check_places, warn_of_temperatures
 from .registration import IMPLEMENTATION
-from .rings import attached_ring, set_ring
-from .wrappers import runner_of
+from .rows import (
+    by_name,
+    check_places,
+    cut,
+    documents_from_mask,
+    rows_of_call,
+    rows_to_cut,
+    tokens_in,
+    warn_of_temperatures,
+    whole_positions,
+)
+from .wrappers import attached_ring, runner_of, set_ring
 
 #: Logits of whole rows that are larger than this are warned of, in bytes.
 _LARGE_LOGITS = 1 << 30
@@ -54,7 +60,7 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
     """Makes this the ring of the model's attention layers; None makes its rows whole ones again."""
     set_ring(model, ring)
     for module in model.modules():
-        remove_hooks(module, _is_own)
+        remove_hooks(module, lambda hook: getattr(hook, "__module__", None) in (__name__, f"{__package__}.patch"))
     # Any of these may be the one that is called: a model with its head, its base model, and the decoder of this.
     for called in dict.fromkeys((model, model.base_model, runner_of(model))):
         called.register_forward_pre_hook(before_model, with_kwargs=True)
@@ -62,20 +68,12 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
     if ring is None or ring.world_size == 1:
         return
     for name, module in model.base_model.named_modules():
-        if _depends_on_length(module):
+        kinds = getattr(module, "rope_type", None)
+        if any(kind in _LENGTH_DEPENDENT_ROPE for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])):
             module.register_forward_pre_hook(_with_last_position, with_kwargs=True)
             module.register_forward_hook(_without_last_position)
         if name == "pooler":
             module.register_forward_pre_hook(_with_first_token)
-
-
-def _is_own(hook: Any) -> bool:
-    return getattr(hook, "__module__", None) in (__name__, f"{__package__}.patch")
-
-
-def _depends_on_length(module: nn.Module) -> bool:
-    kinds = getattr(module, "rope_type", None)
-    return any(kind in _LENGTH_DEPENDENT_ROPE for kind in (kinds.values() if isinstance(kinds, dict) else [kinds]))
 
 
 # ---- hooks of the model and its decoder
@@ -100,9 +98,8 @@ def _of_decoder(now: ForwardPass, rows: WholeRows, kwargs: dict[str, Any]) -> di
     """Returns the arguments of the decoder: this rank's part of the rows, and positions that count each packed document."""
     runner, tokens = now.runner, tokens_in(kwargs)
     if rows.layout is None:
-        if not (rows.from_collator and rows.packed and kwargs.get("position_ids") is None):
-            return kwargs
-        return {**kwargs, "position_ids": whole_positions(runner, rows, kwargs)}
+        counted = rows.from_collator and rows.packed
+        return {**kwargs, "position_ids": whole_positions(runner, rows, kwargs)} if counted else kwargs
     assert now.ring is not None and tokens is not None
     if now.call.rows is not None:  # A loader has cut them.
         parts, now.last_position = dict(kwargs), rows.last_position
@@ -180,22 +177,18 @@ def _checkpointed(checkpoint: Callable[..., Any], function: Callable[..., Any], 
 def _find_rows(now: ForwardPass, kwargs: Mapping[str, Any]) -> None:
     """Finds the rows of a call, and the part of each rank, once all ranks have come with equal calls."""
     ring, runner, cut_rows, cache = now.ring, now.runner, now.call.rows, cache_in(kwargs)
-    if ring is None or ring.world_size == 1:
-        _find_rows_alone(now, kwargs)
-        return
-    if isinstance(cache, ShardedCache):
-        if cache.get_seq_length() > 0:
-            now.held = _checked_step(ring, cache, tokens_in(kwargs), kwargs)
-            return
-    elif cache is not None or kwargs.get("use_cache") is True:
-        now.whole = True
-        if ring.rank == 0:
+    own_cache = not isinstance(cache, ShardedCache) and (cache is not None or kwargs.get("use_cache") is True)
+    if ring is None or ring.world_size == 1 or own_cache:
+        now.whole = ring is not None and ring.world_size > 1
+        if now.whole and ring is not None and ring.rank == 0:
             warn_once(
-                f"{type(runner).__name__} was called with a cache of its own (generate), so every rank computes whole rows: "
-                f"ra.prefill fills a sharded cache",
+                f"{type(runner).__name__} has its own cache, so all ranks compute whole rows: ra.prefill fills a sharded one",
                 logging.INFO,
             )
         _find_rows_alone(now, kwargs)
+        return
+    if isinstance(cache, ShardedCache) and cache.get_seq_length() > 0:
+        now.held = _checked_step(ring, cache, tokens_in(kwargs), kwargs)
         return
     with ring.agreement("a forward pass of a model", by_digest=True) as agreed:
         now.rows = cut_rows or rows_to_cut(runner, ring, kwargs, layout=getattr(cache, "layout", None))
@@ -213,7 +206,7 @@ def _find_rows(now: ForwardPass, kwargs: Mapping[str, Any]) -> None:
 
 def _find_rows_alone(now: ForwardPass, kwargs: Mapping[str, Any]) -> None:
     """Finds the rows of a call that this process computes by itself."""
-    tokens, name = tokens_in(kwargs), type(now.runner).__name__
+    tokens = tokens_in(kwargs)
     if tokens is None or tokens.dim() < 2:
         return
     if cache_in(kwargs) is not None:
@@ -223,24 +216,21 @@ def _find_rows_alone(now: ForwardPass, kwargs: Mapping[str, Any]) -> None:
     now.rows = rows_of_call(now.runner, tokens, kwargs)
     if now.rows.packed and "position_ids" not in inspect.signature(now.runner.forward).parameters:
         raise ValueError(
-            f"{name} was given packed rows, and takes no position_ids: it numbers the tokens of a row itself, so it would "
-            f"number documents wrongly: pass one document a row, padded"
+            f"{type(now.runner).__name__} was given packed rows, and takes no position_ids: pass one document a row, padded"
         )
 
 
 def _checked_step(ring: Ring, cache: ShardedCache, tokens: Tensor | None, kwargs: Mapping[str, Any]) -> HeldKeys:
     """Returns what this rank's cache holds in a step of generation; all ranks must have the same tokens, positions and mask."""
-    mask, length = kwargs.get("attention_mask"), 0
+    mask, held = kwargs.get("attention_mask"), cache.get_seq_length()
     with ring.agreement("a step of generation", by_digest=True) as call:
         if tokens is None:
             raise ValueError("a forward pass needs input_ids or inputs_embeds")
-        length, held = tokens.shape[1], cache.get_seq_length()
+        length = tokens.shape[1]
         call.same("the tokens of a step", digest(tokens))
         if tokens.shape[0] != cache.num_rows:
-            raise ValueError(
-                f"the cache holds {cache.num_rows} batch rows, and {tokens.shape[0]} came: for beams, call "
-                f"cache.batch_repeat_interleave(beams) before generate"
-            )
+            came = f"{tokens.shape[0]} came: for beams, call cache.batch_repeat_interleave(beams)"
+            raise ValueError(f"the cache holds {cache.num_rows} batch rows, and {came}")
         call.same("position_ids of a step", digest(kwargs.get("position_ids")))
         call.same("attention_mask of a step", digest(mask))
         mask_len = mask.shape[1] if isinstance(mask, Tensor) and mask.dim() == 2 else held + length
@@ -323,20 +313,14 @@ def _check_attended(now: ForwardPass, output: Any) -> None:
     """Refuses results of layers that did not attend by ring_dilated, and of a pooler that saw a part of the row alone."""
     name, implementation = type(now.module).__name__, implementation_of(now.runner.config)
     sharded = now.layout is not None or now.held is not None
-    if not now.attended and sharded:
+    if not now.attended and (sharded or implementation == IMPLEMENTATION):
         raise RuntimeError(
-            f"no layer of {name} attended by ring_dilated ({implementation!r} is set), so each rank saw nothing but its "
-            f"part: call ra.patch_model; if that was done, {name} cannot be sharded: use one process (ring=None)"
-        )
-    if not now.attended and implementation == IMPLEMENTATION:
-        raise RuntimeError(
-            f"no layer of {name} attended by ring_dilated: it computes attention of its own, and would ignore the pattern: "
-            f"use 'eager'"
+            f"no layer of {name} attended by ring_dilated ({implementation!r} is set), so it would ignore its pattern, or each "
+            f"rank would see its part alone: call ra.patch_model; if that was done, use 'eager' on one process (ring=None)"
         )
     if sharded and getattr(output, "pooler_output", None) is not None and not hasattr(now.runner, "pooler"):
         raise NotImplementedError(
-            f"{name} makes its pooler_output from a token that it looks for in the row, and each rank has only a part: "
-            f"use one process (ring=None)"
+            f"{name} makes its pooler_output from any token of the row, and a rank has only a part: use one process (ring=None)"
         )
 
 
@@ -349,12 +333,11 @@ def _with_last_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     now = running().forward_pass
     if now is None or now.last_position is None:
         return None  # Whole rows, or a step after a prefill, in which all ranks have all positions.
-    positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+    call = inspect.signature(module.forward).bind(*args, **kwargs)
+    positions = call.arguments["position_ids"]
     column = torch.full_like(positions[..., :1], now.last_position)
-    positions = torch.cat([positions, column], -1)
-    if "position_ids" in kwargs:
-        return args, {**kwargs, "position_ids": positions}
-    return (args[0], positions, *args[2:]), kwargs
+    call.arguments["position_ids"] = torch.cat([positions, column], -1)
+    return call.args, call.kwargs
 
 
 @torch.compiler.disable(reason="it belongs to _with_last_position")

@@ -1,20 +1,21 @@
-"""`patch_model`: makes a loaded model compute with "ring_dilated", and gives it a ring."""
+"""`patch_model`: makes a loaded model, or one with PEFT's adapters, compute with "ring_dilated", and gives it a ring."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ..compute.private import implementation_of, remove_hooks
 from ..plan.patterns import Pattern
 from ..ring.attention import UNTRACEABLE
 from ..ring.ring import Ring
-from .adapters import adapters_of, remember_pattern, use_pattern_of_adapters
 from .config import (
+    ComputedOnCopy,
     PatternsOfLayers,
     check_settings,
     has_only_exact_attention,
@@ -23,17 +24,89 @@ from .config import (
     layer_pattern,
     patch_config,
     settings_of,
+    use_settings,
     warn_once,
 )
 from .hybrid_types import hybrids_of
 from .model_call import attach_ring, before_model
 from .registration import IMPLEMENTATION
-from .rings import attached_ring, is_patched
 from .support import check_model, class_name
-from .tensor_parallel import check_ring
-from .wrappers import inner_model, runner_of
+from .wrappers import attached_ring, check_ring, inner_model, is_patched, runner_of, wrapped_modules
+
+#: The one field of all of PEFT's configs that takes any dict. PEFT itself uses it for adapters without a task_type alone.
+_FIELD = "auto_mapping"
 
 Model = TypeVar("Model", bound=nn.Module)
+
+
+def _with_pattern(config: PretrainedConfig, mapping: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the dict that PEFT saves, with the pattern that the model of this config has now."""
+    text_config = config.get_text_config()
+    settings, saved = settings_of(text_config), dict(mapping)
+    if settings is not None and implementation_of(text_config) == IMPLEMENTATION:
+        saved.pop(IMPLEMENTATION, None)
+        if not has_only_exact_attention(text_config):
+            saved[IMPLEMENTATION] = settings
+    return saved or None
+
+
+def check_adapters(adapters: Mapping[str, Any], config: PretrainedConfig) -> None:
+    """Logs adapters that were trained under another pattern than their model computes, and has the pattern saved with them."""
+    text_config = config.get_text_config()
+    implementation, settings = implementation_of(text_config), settings_of(text_config)
+    own, remedy = f"attention by {implementation!r}", "model"
+    if settings is not None and implementation == IMPLEMENTATION:
+        own, remedy = check_settings(settings, text_config, "patch_model"), "model, pattern"
+    for name, (_, trained) in _saved_in(adapters, text_config).items():
+        if own != trained:
+            warn_once(
+                f"adapter {name!r} was trained under {trained}, and its model computes {own}: call ra.patch_model({remedy}) "
+                f"for the pattern of the adapter"
+            )
+    remember_pattern(adapters, config)
+
+
+def remember_pattern(adapters: Mapping[str, Any], config: PretrainedConfig) -> None:
+    """Has the pattern of a model saved with its adapters, whatever it is then."""
+    for name, adapter in adapters.items():
+        if hasattr(adapter, _FIELD) and (mapping := _mapping_of(adapter)) is not None:
+            setattr(adapter, _FIELD, ComputedOnCopy(config, _with_pattern, mapping))
+        if adapter.task_type is None and not has_only_exact_attention(config.get_text_config()):
+            warn_once(f"PEFT saves no pattern with adapter {name!r}, which has no task_type: make it with one")
+
+
+def _mapping_of(adapter: Any) -> Mapping[str, Any] | None:
+    """Returns the dict in an adapter's config, as it was loaded; None if PEFT has something else there."""
+    mapping = getattr(adapter, _FIELD, None) or {}
+    if isinstance(mapping, ComputedOnCopy):
+        mapping = mapping.arguments[0]
+    return mapping if isinstance(mapping, Mapping) else None
+
+
+def use_pattern_of_adapters(model: nn.Module, config: PretrainedConfig) -> None:
+    """Gives a model without a pattern the one that its adapters were trained under, if they name one."""
+    saved = _saved_in(adapters_of(model), config.get_text_config())
+    texts = {name: text for name, (_, text) in saved.items()}
+    if len({*texts.values()}) > 1:
+        raise ValueError(f"patch_model: the adapters were trained under different patterns, {texts}: pass one of them")
+    if saved:
+        use_settings(config, next(iter(saved.values()))[0])
+
+
+def adapters_of(model: nn.Module) -> Mapping[str, Any]:
+    """Returns PEFT's configs of a model's adapters by their names, whether PEFT or Transformers has added them."""
+    found = (getattr(module, "peft_config", None) for module in wrapped_modules(model))
+    return next((configs for configs in found if isinstance(configs, Mapping)), {})
+
+
+def _saved_in(adapters: Mapping[str, Any], config: PretrainedConfig) -> dict[str, tuple[Mapping[str, Any], str]]:
+    """Returns the settings that were saved with adapters, and their texts, by the adapters' names."""
+    saved = {}
+    for name, adapter in adapters.items():
+        settings = (_mapping_of(adapter) or {}).get(IMPLEMENTATION)
+        if settings is not None:
+            saved[name] = settings, check_settings(settings, config, f"adapter {name!r}")
+    return saved
 
 
 def patch_model(
@@ -47,10 +120,9 @@ def patch_model(
     Args:
         pattern: passed to `patch_config`; None keeps what the config has. A model without a pattern and with an adapter of
             PEFT takes the pattern that the adapter was trained under, which is saved with it.
-        ring: the ranks that compute each row together. All of them call the model with the same whole rows, as one device
-            would, and get what one device returns: the same loss, logits and hidden states; the mean of their gradients is
-            the gradient of one device. Under tensor parallelism these are the ranks with the same heads: `ra.Ring(mesh)` for
-            a mesh of ("cp", "tp"). None: this process computes whole rows alone.
+        ring: the ranks that compute each row together. All of them call the model with the same whole rows, and get what one
+            device returns; the mean of their gradients is its gradient. Under tensor parallelism these are the ranks with the
+            same heads: `ra.Ring(mesh)` for a mesh of ("cp", "tp"). None: this process computes whole rows alone.
 
     Returns:
         The model.
@@ -65,8 +137,7 @@ def patch_model(
         >>> ids = torch.arange(1, 33)[None]
         >>> logits = model(ids).logits
         >>> ids[0, 5] = 77
-        >>> changed = (model(ids).logits != logits).any(-1)[0]  # through 2 layers, token 5 reaches 6 tokens after it
-        >>> changed.nonzero().flatten().tolist()
+        >>> (model(ids).logits != logits).any(-1)[0].nonzero().flatten().tolist()  # 2 layers of windows
         [5, 6, 7, 8, 9, 10, 11]
         >>> models = [tiny_llama(), tiny_llama()]  # the same on each rank of a ring
         >>> def loss(ring):
@@ -110,9 +181,8 @@ def check_made_model(model: PreTrainedModel) -> None:
         keep_implementation(model.config)
     elif not has_only_exact_attention(text_config):
         warn_once(
-            f"the config of {class_name(model.config)} has a pattern for {IMPLEMENTATION!r}, and the model computes attention "
-            f"by {implementation!r}, where the pattern has no effect: load it with attn_implementation={IMPLEMENTATION!r}, or "
-            f"call ra.patch_model(model)"
+            f"the config of {class_name(model.config)} has a pattern, and the model computes attention by {implementation!r}, "
+            f"where the pattern has no effect: call ra.patch_model(model), or load it with {IMPLEMENTATION!r}"
         )
     remove_hooks(model, lambda hook: hook is _first_call)
     if not is_patched(model):  # A patched model may get another module, such as larger embeddings.

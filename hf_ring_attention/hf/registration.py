@@ -55,7 +55,7 @@ def _while_made(module: nn.Module, name: str, submodule: nn.Module | None) -> No
 
         check_made_model(module)
     elif name in ("base_model", "prompt_encoder") and submodule is not None and hasattr(module, "get_base_model"):
-        from .adapters import check_adapters
+        from .patch import check_adapters
 
         # PEFT wraps a model, which its tuner has; prompts are learned without a tuner.
         tuner: Any = submodule if name == "base_model" else module

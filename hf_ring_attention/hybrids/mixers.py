@@ -19,11 +19,10 @@ from transformers.cache_utils import Cache
 
 from ..hf.cache import ShardedCache, cache_in, cache_names
 from ..hf.config import warn_once
-from ..hf.documents import documents_from_mask
 from ..hf.forward_pass import ForwardPass, forward_pass_of, number_of, running, running_with
 from ..hf.masks import tokens_of
-from ..hf.rings import attached_ring
-from ..hf.wrappers import class_of_transformers
+from ..hf.rows import documents_from_mask
+from ..hf.wrappers import attached_ring, class_of_transformers
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents
 from ..plan.state_runs import runs_of

@@ -16,9 +16,8 @@ from ..hf.config import warn_once
 from ..hf.forward_pass import CALL, Call, Head, exact_attention
 from ..hf.heads import watched
 from ..hf.lm_loss import IGNORED
-from ..hf.rings import is_patched
 from ..hf.support import check_predicts_next
-from ..hf.wrappers import evaluating, unwrapped, whole_model, wrapped_modules
+from ..hf.wrappers import evaluating, is_patched, unwrapped, whole_model, wrapped_modules
 
 
 def distillation_loss(

@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..compute.private import is_prepared
-from ..hf.cut import cut, rows_to_cut, tokens_in, whole_positions
 from ..hf.forward_pass import CALL, Call
-from ..hf.rings import models_of
-from ..hf.wrappers import runner_of
+from ..hf.rows import cut, rows_to_cut, tokens_in, whole_positions
+from ..hf.wrappers import models_of, runner_of
 from ..plan.patterns import Pattern, as_pattern
 from ..ring.ring import Ring
 from ..transport.agreement import digest

@@ -166,7 +166,7 @@ def test_another_model_is_measured_anew(rng, tmp_path, passes):
 
 def test_a_calibration_of_another_model_is_refused(rng):
     chosen = calibrated(model_of(2), random_texts(rng), refinements=0)
-    with pytest.raises(ValueError, match="the calibration is of a model of 2 layers, and LlamaModel has 3: calibrate"):
+    with pytest.raises(ValueError, match="the calibration is of a model of 2 layers, and LlamaModel has 3;"):
         ra.patch_model(model_of(3), chosen)
     other = tiny_model("gemma3_text", "ring_dilated", num_hidden_layers=2, num_key_value_heads=2)
     assert other.config.layer_types[0] == "sliding_attention"

@@ -8,10 +8,10 @@ import torch
 from transformers import AutoModel
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.positions import first_position
+from hf_ring_attention.hf.rows import first_position
 from hf_ring_attention.hf.wrappers import runner_of
 
-from ..support.probe import BATCHES, TOKENS, batch, distance
+from ..support.probe import BATCHES, batch, distance
 from ..support.ranks import run_simulated
 from ..support.releases import skip_without
 from ..support.tiny_models import draw, tiny_config
@@ -97,13 +97,6 @@ def test_tiny_encoders(model_type, kind):
         assert largest(worst(states_, expected) for states_ in found) <= EXACT
 
 
-def test_modernbert_uses_windows():
-    """Else its test above shows little."""
-    config = tiny_encoder("modernbert").config
-    assert "sliding_attention" in config.layer_types
-    assert config.local_attention // 2 < TOKENS // 2
-
-
 @pytest.mark.parametrize(
     ("model_type", "reason"), [("mobilebert", "together with its neighbours"), ("fnet", "no attention")]
 )
@@ -125,22 +118,11 @@ def test_a_sharded_model_that_never_attends():
         run_simulated(work, 2, layout="contiguous")
 
 
-def long_batch(kind):
-    """Rows of 200 tokens of the real model's vocabulary."""
-    ids = torch.randint(1000, 30000, (2, 200), generator=torch.Generator().manual_seed(2))
-    if kind == "packed":
-        positions = torch.cat([torch.arange(n) for n in (90, 70, 40)])[None]
-        return {"input_ids": ids[:1], "position_ids": positions}, torch.ones(1, 200, dtype=torch.bool)
-    mask = torch.ones_like(ids)
-    mask[1, -77:] = 0
-    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": torch.arange(200).expand(2, -1)}
-    return inputs, mask.bool()
-
-
-@pytest.mark.parametrize("kind", ["right", "packed"])
-def test_the_real_minilm(kind):
-    model = minilm()
-    inputs, valid = long_batch(kind)
-    expected = expected_of(model, inputs, valid, kind)
+def test_the_real_minilm():
+    """Packed rows of the real model's vocabulary."""
+    model, valid = minilm(), torch.ones(1, 200, dtype=torch.bool)
+    positions = torch.cat([torch.arange(n) for n in (90, 70, 40)])[None]
+    inputs = {"input_ids": torch.randint(1000, 30000, (1, 200)), "position_ids": positions}
+    expected = expected_of(model, inputs, valid, "packed")
     with torch.no_grad():
         assert worst(states(ra.patch_model(model)(**inputs), valid), expected) <= EXACT

@@ -6,16 +6,13 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    AutoModelForCausalLM,
     Cohere2Config,
-    Cohere2ForCausalLM,
     Gemma2Config,
-    Gemma2ForCausalLM,
     GraniteConfig,
-    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PhiConfig,
-    PhiForCausalLM,
 )
 
 import hf_ring_attention as ra
@@ -57,9 +54,9 @@ def large(model, dtype):
     return model.to(dtype).eval()
 
 
-def build(model_class, config, dtype):
+def build(config, dtype):
     torch.manual_seed(0)
-    return large(model_class(config), dtype)
+    return large(AutoModelForCausalLM.from_config(config), dtype)
 
 
 def tokens(seed=0, rows=2):
@@ -77,13 +74,10 @@ def found_and_right(model, ids):
 
 
 MODELS = {
-    "granite": lambda scale: (GraniteForCausalLM, GraniteConfig(**SIZES, logits_scaling=scale)),
-    "cohere": lambda scale: (Cohere2ForCausalLM, Cohere2Config(**SIZES, logit_scale=scale)),
-    "gemma": lambda scale: (
-        Gemma2ForCausalLM,
-        Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=20 * (scale - 0.9)),
-    ),
-    "bias": lambda scale: (PhiForCausalLM, PhiConfig(**SIZES)),
+    "granite": lambda scale: GraniteConfig(**SIZES, logits_scaling=scale),
+    "cohere": lambda scale: Cohere2Config(**SIZES, logit_scale=scale),
+    "gemma": lambda scale: Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=20 * (scale - 0.9)),
+    "bias": lambda scale: PhiConfig(**SIZES),
 }
 
 
@@ -93,7 +87,7 @@ MODELS = {
 def test_scales_and_caps_of_a_config_are_found_to_the_bit(name, dtype, rng):
     seed = rng.randrange(10**6)
     for scale in (1.0, 1.001, 8.0, rng.uniform(1, 1.05), rng.uniform(0.95, 1)):
-        model = build(*MODELS[name](scale), dtype)
+        model = build(MODELS[name](scale), dtype)
         if name == "bias":
             torch.nn.init.normal_(model.lm_head.bias)
         found, right = found_and_right(model, tokens(seed))
@@ -101,11 +95,13 @@ def test_scales_and_caps_of_a_config_are_found_to_the_bit(name, dtype, rng):
 
 
 @pytest.mark.own_dtypes
-@pytest.mark.parametrize("wider", ["before", "behind"])
-def test_logits_in_float32_of_a_model_in_16_bits(wider):
+@pytest.mark.parametrize(
+    ("change", "scale"),
+    [(lambda x: x.float() / 1.003, 1.003), (lambda x: (x / 1.02).float(), 1.02)],
+    ids=["before", "behind"],
+)
+def test_logits_in_float32_of_a_model_in_16_bits(change, scale):
     """Scaled in the one or the other."""
-    change = {"before": lambda x: x.float() / 1.003, "behind": lambda x: (x / 1.02).float()}[wider]
-    scale = {"before": 1.003, "behind": 1.02}[wider]
     found, right = found_and_right(changed(change, torch.bfloat16, logits_scaling=scale), tokens())
     assert found.dtype == right.dtype == torch.float32
     assert torch.equal(found, right)
@@ -116,7 +112,7 @@ def test_a_cap_that_small_logits_hardly_show():
     """In bfloat16 the cap changes no logit of the tokens that are tried, but those of larger ones."""
     config = Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=32.0)
     torch.manual_seed(0)
-    model = Gemma2ForCausalLM(config).to(torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
     with torch.no_grad():
         model.lm_head.weight.mul_(0.01)
     with torch.no_grad(), watched(model.get_output_embeddings()) as call:
@@ -236,7 +232,7 @@ def test_ranks_decide_alike_when_one_of_them_sees_no_difference():
 @pytest.mark.own_dtypes
 def test_autocast_is_that_of_the_model():
     """Perplexity forms logits outside of the forward pass, which Accelerate wraps in autocast."""
-    model = build(LlamaForCausalLM, LlamaConfig(**SIZES), torch.float32)
+    model = build(LlamaConfig(**SIZES), torch.float32)
     forward = model.forward
 
     def wrapped(*args, **kwargs):

@@ -1,23 +1,23 @@
-"""Models whose heads have patterns of their own, and layers whose last queries see every key: packed, sharded, generating."""
+"""Layers compute what their patterns say, on the CPU and on CUDA; also if heads differ, or last queries see every key."""
 
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_ring_attention as ra
+from hf_ring_attention.compute.reference import reference_attention
 from hf_ring_attention.hf.cache import cache_argument, cache_in
 from tests.hf.test_generation import generate, same
 from tests.support.dense import DENSE
+from tests.support.neighbours import LONGNET, PYRAMID, check
+from tests.support.probe import TOKENS, batch, logits_and_gradients
 from tests.support.ranks import run_simulated
-from tests.support.tiny_models import VOCAB, tiny_model
+from tests.support.tiny_models import VOCAB, tiny_config, tiny_model
 from tests.support.tolerance import assert_exact
 
 
-def model_by_head(model_type="llama"):
-    model = tiny_model(model_type, "ring_dilated")
-    heads = model.config.get_text_config().num_key_value_heads
-    texts = ["exact" if head % 2 else "window:3+1" for head in range(heads)]
-    ra.patch_model(model, ra.Pattern.by_kv_head(texts))
-    return model
+def model_by_head():
+    return ra.patch_model(tiny_model("llama", "ring_dilated"), "kv0=window:3+1;kv1=exact")
 
 
 def drawn_ids(tokens, rows=1):
@@ -29,24 +29,14 @@ def logits(model, ids, **kwargs):
         return model(ids, **kwargs).logits
 
 
-def test_tokens_of_a_cache_are_those_of_whole_passes():
-    model, ids = model_by_head(), drawn_ids(24)
-    with torch.no_grad():
-        tokens = model.generate(ids, max_new_tokens=5, do_sample=False)
-        for place in range(ids.shape[1], tokens.shape[1]):
-            assert logits(model, tokens[:, :place])[0, -1].argmax() == tokens[0, place]
-
-
 def test_keys_of_a_prefilled_cache_are_those_of_each_head():
-    model, ids = model_by_head(), drawn_ids(21)
-    right = logits(model, ids)[:, -1]
+    ids = drawn_ids(21)
+    right = logits(model_by_head(), ids)[:, -1]
 
     def run(ring):
-        own = model_by_head()
-        own.load_state_dict(model.state_dict())
-        cache = ra.prefill(ra.patch_model(own, ring=ring), ids[:, :-1])
-        with torch.no_grad():
-            return own(ids[:, -1:], **cache_argument(cache)).logits[:, -1]
+        own = ra.patch_model(model_by_head(), ring=ring)
+        cache = ra.prefill(own, ids[:, :-1])
+        return logits(own, ids[:, -1:], **cache_argument(cache))[:, -1]
 
     for found in run_simulated(run, 2):
         assert_exact(found, right, "logits behind a prefilled cache")
@@ -83,12 +73,9 @@ def dense():
 def test_a_row_is_what_the_definition_says():
     ids = drawn_ids(21, rows=2)
     assert_exact(logits(with_last(), ids), logits(dense(), ids), "logits of a row")
-    assert model_differs(ids), "the last queries see no more than a window"
-
-
-def model_differs(ids):
     window = ra.patch_model(tiny_model("llama", "eager"), "branches:sink=1,window=3")
-    return float((logits(window, ids) - logits(with_last(), ids)).abs().max()) > 1e-3
+    differs = float((logits(window, ids) - logits(with_last(), ids)).abs().max()) > 1e-3
+    assert differs, "the last queries see no more than a window"
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -103,7 +90,7 @@ def test_padding_beside_a_document_does_not_change_which_queries_are_its_last(si
     assert_exact(found[mask.bool()][None], alone, "logits of the tokens")
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_packed_documents_each_have_their_last_queries(ranks):
     documents = [drawn_ids(length) for length in (9, 3, 14)]
     expected = torch.cat([logits(dense(), ids) for ids in documents], 1)
@@ -150,8 +137,7 @@ def test_a_question_behind_a_sharded_document_sees_all_of_it():
     assert all(same(found, expected) for found in run_simulated(work, 2))
 
 
-@pytest.mark.parametrize("chunk", [1, LAST, 6, 19])
-@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize(("chunk", "cache"), [(1, None), (LAST, "static"), (19, None)])
 def test_a_prompt_in_pieces_is_refused(chunk, cache):
     """The last queries of a piece would see every key, and those of the prompt were computed before its end is known."""
     row, options = drawn_ids(20), {} if cache is None else {"cache_implementation": cache}
@@ -178,6 +164,80 @@ def test_a_cache_that_drops_keys_is_refused():
     model = ra.patch_model(tiny_model("mistral", "eager"))
     ra.patch_config(model.config, LAYERS[0], layers=[0])
     with pytest.raises(
-        ValueError, match=r"layer 0 has the pattern branches:sink=1,window=3,last=4, and its cache keeps only"
+        ValueError, match=r"layer 0 has the pattern branches:sink=1,window=3,last=4, and its cache drops keys"
     ):
         greedy(model, drawn_ids(12))
+
+
+# ---- layer by layer
+
+#: Changes of tiny configs, and the window that some layers have then.
+CHANGES = {
+    "mistral": {"sliding_window": 5},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]},
+}
+WINDOWS = {"mistral": {0: "window:5", 1: "window:5"}, "qwen2": {1: "window:4"}}
+#: A pattern whose heads differ.
+BY_HEAD = ra.Pattern.by_kv_head(["window:3+1", "exact"])
+
+
+def make(model_type, implementation="ring_dilated"):
+    return tiny_model(model_type, implementation, **CHANGES.get(model_type, {}))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "own"),
+    [
+        *((model_type, False) for model_type in ("mistral", "qwen2", "gpt2")),
+        *((model_type, True) for model_type in ("llama", "mistral", "gpt_neox", "opt")),
+    ],
+)
+def test_layers_compute_the_definition(monkeypatch, model_type, own):
+    """Against a model whose attention is the dense oracle, each layer with the pattern it should have."""
+    patterns = {0: PYRAMID, 1: PYRAMID} | WINDOWS.get(model_type, {})
+    model = make(model_type)
+    ra.patch_config(model.config, PYRAMID)
+    if own:
+        patterns[1] = BY_HEAD if model_type == "llama" else LONGNET
+        ra.patch_config(model.config, patterns[1], layers=[1])
+    documents, seen = [[(0, TOKENS)], [(7, TOKENS)]], []
+
+    def oracle(module, query, key, value, attention_mask, scaling=None, **kwargs):
+        seen.append(module.layer_idx)
+        pattern = patterns[module.layer_idx]
+        pattern = ra.Pattern.parse(pattern) if isinstance(pattern, str) else pattern
+        out, _ = reference_attention(query, key, value, pattern=pattern, documents=documents, scale=scaling)
+        return out.to(query.dtype).transpose(1, 2).contiguous(), None
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "oracle", oracle)
+    inputs, labels = batch("left")
+    found = logits_and_gradients(model, inputs, labels)
+    del inputs["attention_mask"]  # the oracle knows the documents
+    check(found, logits_and_gradients(make(model_type, "oracle"), inputs, labels))
+    assert seen == [0, 1]
+
+
+@pytest.mark.own_dtypes
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("pattern", [None, PYRAMID], ids=["exact", "pyramid"])
+@pytest.mark.parametrize("padding", ["plain", "left", "right"])
+def test_a_model_on_cuda_computes_what_it_does_on_the_cpu(padding, pattern):
+    inputs, labels = batch(padding)
+    expected = logits_and_gradients(ra.patch_model(make("llama", "eager"), pattern), inputs, labels)
+    model = ra.patch_model(make("llama", "eager"), pattern).cuda()
+    found = logits_and_gradients(model, {name: x.cuda() for name, x in inputs.items()}, labels.cuda())
+    found = found.logits.cpu(), {name: gradient.cpu() for name, gradient in found.gradients.items()}
+    check(found, expected, bounds=(1e-4, 1e-3))
+
+
+def test_patch_config_replaces_what_was_set():
+    """A pattern of layers leaves those of others, and one for all layers leaves none."""
+    config = ra.patch_config(tiny_config("llama"), LONGNET)
+    ra.patch_config(config, LONGNET, layers=[0])
+    ra.patch_config(config, PYRAMID, layers=[1])
+    want = {"pattern": LONGNET.to_dict(), "layers": {"0": LONGNET.to_dict(), "1": PYRAMID.to_dict()}}
+    hint = {"hint": config.ring_dilated["hint"]}
+    assert config.ring_dilated == want | hint
+    ra.patch_config(config, PYRAMID)
+    assert config.ring_dilated == {"pattern": PYRAMID.to_dict()} | hint

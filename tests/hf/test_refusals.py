@@ -1,66 +1,41 @@
 """What "ring_dilated" does not compute is refused before it computes something else; the message says what and what to do."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    BartConfig,
-    BartForConditionalGeneration,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    OPTConfig,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.masks import ring_dilated_mask
+from tests.support.ranks import run_ranks
+from tests.support.tiny_models import VOCAB, tiny_config, tiny_model
 
-SIZES = {"vocab_size": 97, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-WIDTHS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 IDS = torch.arange(3, 23).reshape(2, 10)
 PATTERN = ra.Pattern.pyramid(window=3, levels=2, ratio=2)
 
 
-def llama_config(**settings):
-    return LlamaConfig(**SIZES, **WIDTHS, num_key_value_heads=2, intermediate_size=64, **settings)
-
-
-def gpt2_config(**settings):
-    return GPT2Config(
-        vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2, **settings
-    )
-
-
-def opt_config(**settings):
-    return OPTConfig(**SIZES, **WIDTHS, ffn_dim=64, word_embed_proj_dim=32, **settings)
-
-
-def make(config):
-    return AutoModelForCausalLM.from_config(config, attn_implementation="ring_dilated").eval()
+def make(model_type, **changes):
+    return tiny_model(model_type, "ring_dilated", **changes)
 
 
 @pytest.mark.parametrize(
-    ("config", "layer"),
+    ("model_type", "dropout", "layer"),
     [
-        (gpt2_config(), "GPT2Attention"),  # attn_pdrop is 0.1 unless it is set
-        (llama_config(attention_dropout=0.1), "LlamaAttention"),
-        (opt_config(attention_dropout=0.1, dropout=0.0), "OPTAttention"),
+        ("gpt2", "attn_pdrop", "GPT2Attention"),
+        ("llama", "attention_dropout", "LlamaAttention"),
+        ("opt", "attention_dropout", "OPTAttention"),
     ],
-    ids=["gpt2", "llama", "opt"],
 )
-def test_dropout_in_training(config, layer):
-    model = make(config).train()
+def test_dropout_in_training(model_type, dropout, layer):
+    model = make(model_type, **{dropout: 0.1}).train()
     with pytest.raises(ValueError, match=rf"{layer}: attention dropout 0\.1 .*to 0 \(attention_dropout, attn_pdrop\)"):
         model(input_ids=IDS)
     model.eval()(input_ids=IDS)
 
 
-@pytest.mark.parametrize("config", [llama_config(), gpt2_config(), opt_config()], ids=["llama", "gpt2", "opt"])
-def test_output_attentions(config):
-    model = make(config)
+def test_output_attentions():
+    model = make("llama")
     with pytest.raises(ValueError, match=r"output_attentions=True .*never forms the attention weights: use .*'eager'"):
         model(input_ids=IDS, output_attentions=True)
     model(input_ids=IDS)  # nothing of the refused pass stays behind
@@ -68,24 +43,21 @@ def test_output_attentions(config):
 
 def test_four_dimensional_mask():
     with pytest.raises(ValueError, match=r"mask \[batch, tokens\], got \(2, 1, 10, 10\): pass the 2-D attention_mask"):
-        make(llama_config())(input_ids=IDS, attention_mask=torch.ones(2, 1, 10, 10))
+        make("llama")(input_ids=IDS, attention_mask=torch.ones(2, 1, 10, 10))
 
 
 def test_padding_inside_a_row_where_a_window_would_count_it():
     mask = torch.ones(2, 10, dtype=torch.long)
     mask[1, 5] = 0
-    config = MistralConfig(**SIZES, **WIDTHS, num_key_value_heads=2, intermediate_size=64, sliding_window=4)
     with pytest.raises(NotImplementedError, match=r"layer 0 has a window .* 4 tokens, .*padding inside a document"):
-        make(config)(input_ids=IDS, attention_mask=mask)
+        make("mistral", sliding_window=4)(input_ids=IDS, attention_mask=mask)
 
 
 def test_arguments_that_a_later_transformers_could_pass():
     """A mask function and a layer refuse what they do not know, but not the entries of a user's batch."""
-    config = llama_config()
-    config._attn_implementation = "ring_dilated"
+    model = make("llama")
     with pytest.raises(NotImplementedError, match=r"does not know the mask argument block_ids: use 'eager'"):
-        ring_dilated_mask(2, 10, 10, config=config, block_ids=torch.zeros(2, 10))
-    model = make(llama_config())
+        ring_dilated_mask(2, 10, 10, config=model.config, block_ids=torch.zeros(2, 10))
 
     class Later(type(model.model.layers[1].self_attn)):
         def forward(self, hidden_states, **kwargs):
@@ -96,21 +68,6 @@ def test_arguments_that_a_later_transformers_could_pass():
     model.model.layers[1].self_attn.__class__ = Later
     with pytest.raises(NotImplementedError, match=r"Later: layer 1 came with temperatures, which would change"):
         model(input_ids=IDS)
-
-
-def encoder_decoders():
-    yield T5ForConditionalGeneration(T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4))
-    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
-    widths = {"d_model": 32, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
-    yield BartForConditionalGeneration(BartConfig(**SIZES, **layers, **widths))
-
-
-def test_encoder_decoders():
-    for model in encoder_decoders():
-        before, name = model.config._attn_implementation, type(model).__name__
-        with pytest.raises(NotImplementedError, match=f"{name} attends from a decoder to an encoder"):
-            ra.patch_model(model, PATTERN)
-        assert model.config._attn_implementation == before
 
 
 def test_patch_model_of_something_else():
@@ -134,7 +91,50 @@ def test_patch_model_of_something_else():
     ids=str,
 )
 def test_patch_config(settings, message):
-    config = llama_config()
+    config = tiny_config("llama")
     with pytest.raises(ValueError, match=message):
         ra.patch_config(config, **settings)
     assert not hasattr(config, "ring_dilated"), "a refused config is left as it was"
+
+
+class Logits(torch.nn.Module):
+    """A model that gives a tensor, as torch.jit.trace asks for."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return self.model(ids, use_cache=False).logits
+
+
+class Attention(torch.nn.Module):
+    """The function without a model."""
+
+    def forward(self, q):
+        q = q[:, None, :, None].float()
+        return ra.ring_attention(q, q, q, pattern=ra.Pattern.exact())
+
+
+TRACED = {
+    "strict export": lambda ids: torch.export.export(Logits(tiny_model("llama", "ring_dilated")), (ids,), strict=True),
+    "trace": lambda ids: torch.jit.trace(Logits(ra.patch_model(tiny_model("llama", "eager"))), ids),
+    "export of the function": lambda ids: torch.export.export(Attention(), (ids,)),
+}
+
+
+def said(rank, traced):
+    """What tracing says, in a process of its own: torch leaves its modes behind where tracing fails."""
+    warnings.simplefilter("ignore")
+    with pytest.raises((NotImplementedError, RuntimeError)) as error:
+        TRACED[traced](torch.randint(3, VOCAB, (2, 20)))
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+@pytest.mark.own_dtypes  # nothing is compiled where tests.support.tolerance turns float32 into float64
+@pytest.mark.parametrize("traced", TRACED)
+def test_tracing_is_refused_by_name(traced):
+    (text,) = run_ranks(said, 1, traced)
+    assert "which no graph can hold: export a model with attn_implementation='sdpa'" in text
+    if traced != "strict export":
+        assert text.startswith("NotImplementedError: torch.export or torch.jit.trace was asked for")

@@ -7,13 +7,15 @@ import torch
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.cache import cache_argument, cache_in
-from hf_ring_attention.hf.positions import first_position
+from hf_ring_attention.hf.rows import first_position
 from hf_ring_attention.hf.wrappers import runner_of
 
-from ..support.probe import BATCHES, GRADIENTS, LOGITS, batch, distance, errors, logits_and_gradients, over_ring
+from ..support.probe import BATCHES, GRADIENTS, LOGITS, batch, errors, logits_and_gradients, over_ring
 from ..support.ranks import on_ranks
+from ..support.releases import at_least, what_lacks
 from ..support.tiny_models import VOCAB, tiny_model
 from ..support.tolerance import EXACT
+from .test_generation import generate, same
 
 ROPE = {"rope_theta": 1e4, "factor": 4.0}
 #: What each shows beside grouped heads, full causal attention and plain RoPE.
@@ -102,7 +104,7 @@ def errors_of_a_rank(rank, name, answers, turn):
     return by_way
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_results_of_one_device(ranks, name, world_size):
@@ -112,13 +114,6 @@ def test_results_of_one_device(ranks, name, world_size):
         for way, (logits, gradients) in by_way.items():
             assert logits <= LOGITS, way
             assert gradients <= GRADIENTS, way
-
-
-def generated(model, row, cache):
-    """Three tokens, and the logits behind them."""
-    settings = {"do_sample": False, "max_new_tokens": 3, "min_new_tokens": 3, "attention_mask": torch.ones_like(row)}
-    output = model.generate(row, **cache_argument(cache), return_dict_in_generate=True, output_logits=True, **settings)
-    return output.sequences, torch.stack(output.logits)
 
 
 @pytest.mark.drawn
@@ -133,14 +128,14 @@ def test_generated_tokens_of_one_device(name):
     one = ra.patch_model(case_model(name))
     with torch.no_grad():
         cache = cache_in(one(row[:, :document], position_ids=torch.arange(document)[None], use_cache=True))
-    sequences, logits = generated(one, row, cache)
+    greedy = {"mask": torch.ones_like(row), "do_sample": False}
+    expected = generate(one, row, **greedy, **cache_argument(cache))
 
     def answers(ring, model):
-        return generated(model, row, ra.prefill(model, row[:, :document]))
+        return generate(model, row, **greedy, **cache_argument(ra.prefill(model, row[:, :document])))
 
-    for sequences_of_rank, logits_of_rank in on_ranks(answers, lambda: case_model(name), 4, **TRANSPORTS[transport](4)):
-        assert torch.equal(sequences_of_rank, sequences)
-        assert distance(logits_of_rank, logits) <= EXACT
+    for found in on_ranks(answers, lambda: case_model(name), 4, **TRANSPORTS[transport](4)):
+        assert same(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -167,3 +162,41 @@ def test_a_model_whose_heads_do_not_divide_is_refused_by_name_on_every_rank(head
         on_ranks(refused, lambda: tiny_model("llama", "eager", **sizes), 4, transport="heads", heads=groups_of)
         == [0] * 4
     )
+
+
+#: Types that compute this loss on one process in the oldest release, too.
+ALWAYS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss")
+WITH_EXPERTS = [
+    name
+    for name in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "granitemoe", "jamba", "qwen3_next")
+    if what_lacks(name) is None and (at_least("transformers", "5.23") or name in ALWAYS)
+]
+
+
+def with_routers(model_type):
+    model = tiny_model(model_type, "eager", output_router_logits=True)
+    model.router_aux_loss_coef = model.aux_loss_coef = 0.5  # It counts as much as the loss of labels.
+    return model
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("model_type", WITH_EXPERTS)
+def test_the_loss_that_balances_experts_is_that_of_one_process(model_type):
+    inputs, labels = batch("left" if WITH_EXPERTS.index(model_type) % 2 else "packed")
+
+    def step(model):
+        loss = model(**inputs, labels=labels).loss
+        loss.backward()
+        return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    loss, gradients = step(ra.patch_model(with_routers(model_type)))
+    without = ra.patch_model(with_routers(model_type))
+    without.config.output_router_logits = False
+    assert abs(loss - step(without)[0]) > 0.05, "the loss of routers is too small to be seen"
+    largest = max(float(x.abs().max()) for x in gradients.values())
+    found = on_ranks(lambda ring, model: step(model), lambda: with_routers(model_type), 3)
+    for own, _ in found:
+        assert abs(own - loss) <= EXACT * abs(loss)
+    for name, gradient in gradients.items():
+        mean = sum(own[name] for _, own in found) / 3
+        assert float((mean - gradient).abs().max()) <= EXACT * largest, name

@@ -1,6 +1,6 @@
 """Models whose heads tensor parallelism divides: every pattern is what one process computes, alone and beside a ring.
 
-torch keeps meshes whose process groups are gone, so that each test has processes of its own.
+torch keeps meshes whose process groups are gone, so each test has processes of its own.
 """
 
 from functools import partial
@@ -15,7 +15,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 import hf_ring_attention as ra
 from hf_ring_attention.hf.cache import cache_argument
 from tests.support.ranks import run_ranks
-from tests.support.releases import needs, what_lacks
+from tests.support.releases import at_least, what_lacks
 from tests.support.tiny_models import draw, tiny_model
 from tests.support.tolerance import assert_exact, float64
 
@@ -116,10 +116,6 @@ def each_pattern(rank, folder):
         compare(folder / name, pattern, *works[: 1 + number % 2])
 
 
-def test_every_pattern_is_that_of_one_process(folder):
-    run_ranks(each_pattern, 2, folder)
-
-
 def other_ways(rank, folder):
     ids, llama = drawn(2, 30), folder / "llama"
     left, right = (
@@ -149,10 +145,6 @@ def other_ways(rank, folder):
     compare(llama, BY_HEAD, with_labels)
 
 
-def test_padding_encoders_saved_patterns_caches_and_losses(folder):
-    run_ranks(other_ways, 2, folder)
-
-
 def refused(rank, folder):
     def tried(error, call):
         with pytest.raises(ValueError, match=error):
@@ -173,8 +165,15 @@ def refused(rank, folder):
     )
 
 
-def test_what_cannot_be_right_is_refused_on_every_rank(folder):
-    run_ranks(refused, 2, folder / "llama")
+def on_two(rank, folder):
+    each_pattern(rank, folder)
+    other_ways(rank, folder)
+    refused(rank, folder / "llama")
+
+
+def test_two_ranks_compute_what_one_process_does_or_refuse(folder):
+    """Each pattern; padding, encoders, saved patterns, caches and losses; and what cannot be right."""
+    run_ranks(on_two, 2, folder)
 
 
 # ---- four ranks: a ring of those that have the same heads
@@ -201,17 +200,12 @@ def over_ring(folder, pattern, mesh, transport):
 
 def beside_a_ring(rank, folder):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-    calls = [("llama", *call) for call in zip(PATTERNS[3:], ("collective", "heads", "ring", "heads"))]
+    calls = [("llama", *call) for call in zip(PATTERNS[4:], ("collective", "heads", "ring"))]
     calls += [("qwen3_next", "longnet:8/1,16/2,all/4", "ring")]
     for name, pattern, transport in calls:
         one = ra.patch_model(loaded(folder / name), pattern)
         expected = outputs(one, **whole_row(32), use_cache=False)
         assert_alike(over_ring(folder / name, pattern, mesh, transport), expected, f"{name}, {pattern}, {transport}")
-
-
-@needs("transformers", "5.24", "FSDP beside tensor parallelism")
-def test_a_ring_beside_it_is_that_of_one_process(folder):
-    run_ranks(beside_a_ring, 4, folder)
 
 
 def generated_beside_a_ring(rank, folder):
@@ -224,5 +218,11 @@ def generated_beside_a_ring(rank, folder):
         assert_alike(found, expected, f"generation beside a ring under {pattern}")
 
 
-def test_generation_beside_a_ring_is_that_of_one_process(folder):
-    run_ranks(generated_beside_a_ring, 4, folder / "llama")
+def on_four(rank, folder):
+    if at_least("transformers", "5.24"):  # Earlier releases divide no model by FSDP beside tensor parallelism.
+        beside_a_ring(rank, folder)
+    generated_beside_a_ring(rank, folder / "llama")
+
+
+def test_a_ring_beside_it_computes_what_one_process_does(folder):
+    run_ranks(on_four, 4, folder)

@@ -15,11 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_ring_attention.hf.documents import documents_from_mask, documents_of_rows
 from hf_ring_attention.hf.hybrid_types import MIXERS
 from hf_ring_attention.hf.models import ModelSupport
 from hf_ring_attention.hf.patch import patch_model
-from hf_ring_attention.hf.positions import first_position
+from hf_ring_attention.hf.rows import documents_from_mask, documents_of_rows, first_position
 from hf_ring_attention.hf.wrappers import runner_of
 from hf_ring_attention.ring.ring import Ring
 from hf_ring_attention.ring.simulation import run_simulated

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from transformers import LlamaConfig, PretrainedConfig
 
 from ...cost.models import load_config
-from ...hf.cache import cache_argument
+from ...hf.cache import cache_argument, prefill
 from ...hf.config import fewest_last_of
-from ...hf.generation import prefill
 from ...hf.hybrid_types import MIXERS
 from ...hf.patch import patch_model
 from ...hf.support import check_config

@@ -18,10 +18,8 @@ from transformers import PreTrainedModel
 from ...hf.config import patch_config
 from ...hf.patch import patch_model
 from ...hf.registration import IMPLEMENTATION
-from ...hf.rings import attached_ring
 from ...hf.support import check_predicts_next
-from ...hf.tensor_parallel import tensor_parallel_mesh
-from ...hf.wrappers import whole_model
+from ...hf.wrappers import attached_ring, tensor_parallel_mesh, whole_model
 from ...plan.branches import check_choice, check_count
 from ...plan.patterns import Pattern, as_pattern
 from ...ring.ring import Ring
