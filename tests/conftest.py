@@ -121,6 +121,15 @@ def ranks():
         yield pool
 
 
+@pytest.fixture
+def bench_in_this_process(monkeypatch):
+    """Has programs of recipes/bench fork their ranks from the server of all tests, which has imported more than theirs."""
+    from tests.support.ranks import PRELOADED, start_server
+
+    monkeypatch.setattr("timing.PRELOADED", [PRELOADED])
+    start_server()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter):
     if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):

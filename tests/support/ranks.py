@@ -32,16 +32,21 @@ PATIENCE = 60
 #: Ranks are forked from a process that computed nothing, and imported what takes seconds once for all of them.
 CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = "tests.support.preloaded"
-CONTEXT.set_forkserver_preload([PRELOADED])
 
 
 def forked(target, *args):
     """A process that runs target(*args) once it is started."""
-    # The server that forks looks for modules in the current folder, which a test may have changed, and passes over what it
-    # does not find there: each process would then import it anew.
-    with contextlib.chdir(Path(__file__).parents[2]):
-        forkserver.ensure_running()
+    start_server()
     return CONTEXT.Process(target=_run_preloaded, args=(target, *args))
+
+
+def start_server():
+    """Starts the server that forks, if it does not run yet: whoever forks first decides what it has imported for all."""
+    # It looks for modules in the current folder, which a test may have changed, and passes over what it does not find
+    # there: each process would then import it anew.
+    with contextlib.chdir(Path(__file__).parents[2]):
+        CONTEXT.set_forkserver_preload([PRELOADED])
+        forkserver.ensure_running()
 
 
 def _run_preloaded(target, *args):
