@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import hf_ring_attention as ra
-from tests.support.training import process_environment
+from tests.support.training import PLAIN_STEPS, process_environment
 
 WORDS = 90
 PATTERN = "window:12+2"
@@ -37,24 +37,8 @@ def texts(count, *columns, shortest=9, longest=30, seed=0):
 
 def settings(folder, steps=5, batch_size=2, **changes):
     """The arguments that all these Trainers share."""
-    return {
-        "output_dir": folder,
-        "per_device_train_batch_size": batch_size,
-        "per_device_eval_batch_size": batch_size,
-        "max_steps": steps,
-        "use_cpu": True,
-        "report_to": [],
-        "disable_tqdm": True,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "optim": "sgd",
-        "learning_rate": 1e-2,
-        "max_grad_norm": 1e9,
-        "lr_scheduler_type": "constant",
-        "seed": 3,
-        "bf16": False,
-        **changes,
-    }
+    sizes = dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), batch_size)
+    return {**PLAIN_STEPS, "output_dir": folder, "max_steps": steps, "seed": 3, "bf16": False, **sizes, **changes}
 
 
 def weights(model):
