@@ -32,6 +32,7 @@ PATIENCE = 60
 #: Ranks are forked from a process that computed nothing, and imported what takes seconds once for all of them.
 CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = "tests.support.preloaded"
+CONTEXT.set_forkserver_preload([PRELOADED])
 
 
 def forked(target, *args):
@@ -41,11 +42,10 @@ def forked(target, *args):
 
 
 def start_server():
-    """Starts the server that forks, if it does not run yet: whoever forks first decides what it has imported for all."""
+    """Starts the server that forks, if it does not run yet: whoever forks first decides what all processes find imported."""
     # It looks for modules in the current folder, which a test may have changed, and passes over what it does not find
     # there: each process would then import it anew.
     with contextlib.chdir(Path(__file__).parents[2]):
-        CONTEXT.set_forkserver_preload([PRELOADED])
         forkserver.ensure_running()
 
 
