@@ -26,7 +26,7 @@ from .random_cases import LET_PADDING_IN, NUMBERED_BY_MASK, OTHER_STEPS, SELF_NU
 from .random_rows import IGNORED
 from .ranks import run_simulated
 from .tiny_models import draw, tiny_config
-from .tolerance import EXACT, allowed, float64
+from .tolerance import EXACT, allowed, float64, gradients_distance
 
 REFUSALS = (ValueError, NotImplementedError)
 
@@ -356,10 +356,8 @@ TASKS = {"train": train, "perplexity": perplexity, "generate": generate}
 def errors(case: Case, found: Result, want: Result) -> dict[str, float]:
     """Of logits, loss and gradients, each relative to the largest entry.
 
-    Of gradients each parameter's own, or a hundredth of all's largest: some should be zero, such as of biases of keys, or
-    of all queries where each sees one key. In float32, where those are the difference of rounded numbers, all's largest.
+    In float32, where gradients that should be zero are the difference of rounded numbers, to the largest of all gradients.
     """
-    floor = 1e-2 if case.dtype == torch.float64 else 1.0
     worst = {"logits": 0.0}
     for batch, own, other in zip(case.batches, found.logits, want.logits, strict=True):
         if case.task == "train":
@@ -370,15 +368,9 @@ def errors(case: Case, found: Result, want: Result) -> dict[str, float]:
     worst["loss"] = abs(found.loss - want.loss) / (abs(want.loss) or 1.0)
     if found.tokens is not None:
         assert torch.equal(found.tokens, want.tokens), "other tokens are generated"
-    largest = max((float(gradient.abs().max()) for gradient in want.gradients.values()), default=0.0)
-    worst["gradients"] = 0.0
-    for name in sorted(found.gradients.keys() | want.gradients.keys()):
-        own, other = (gradients.get(name) for gradients in (found.gradients, want.gradients))
-        own, other = (torch.zeros(()) if gradient is None else gradient for gradient in (own, other))
-        scale = max(float(other.abs().max()), floor * largest) or 1.0
-        error = float((own - other).abs().max()) / scale
-        assert error == error, f"the gradient of {name} is no number"
-        worst["gradients"] = max(worst["gradients"], error)
+    zeros = dict.fromkeys(found.gradients.keys() | want.gradients.keys(), torch.zeros(()))
+    floor = 1e-2 if case.dtype == torch.float64 else 1.0
+    worst["gradients"] = gradients_distance(zeros | found.gradients, zeros | want.gradients, floor)
     return worst
 
 

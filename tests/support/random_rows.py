@@ -7,15 +7,10 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import torch
-from tokenizers import Tokenizer, models
 from torch.utils.data import default_collate
-from transformers import (
-    DataCollatorForLanguageModeling,
-    DataCollatorForSeq2Seq,
-    DataCollatorWithFlattening,
-    PreTrainedTokenizerFast,
-)
+from transformers import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, DataCollatorWithFlattening
 
+from .checkpoints import word_tokenizer
 from .tiny_models import POSITIONS, VOCAB
 from .training import padded
 
@@ -322,10 +317,8 @@ def rows_of(documents, side):
 
 @cache
 def tokenizer(side):
-    words = {"<pad>": PAD, **{f"w{number}": number for number in range(1, VOCAB)}}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, "w1")), pad_token="<pad>", padding_side=side
-    )
+    words = ["<pad>", *(f"w{number}" for number in range(1, VOCAB))]
+    return word_tokenizer(words, pad_token=words[PAD], padding_side=side)
 
 
 # ---- what batches tell
