@@ -118,15 +118,9 @@ class Case:
 
     def problem(self, layout, settings=None):
         """The same in integers, as plans are made of it."""
-        return Problem(
-            self.pattern,
-            layout,
-            tuple(map(tuple, self.rows)),
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            causal=self.causal,
-            **({} if settings is None else {"settings": settings}),
-        )
+        heads = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
+        more = {} if settings is None else {"settings": settings}
+        return Problem(self.pattern, layout, tuple(map(tuple, self.rows)), causal=self.causal, **heads, **more)
 
     @cached_property
     def tensors(self):
@@ -138,13 +132,9 @@ class Case:
         def draw(*shape):
             return torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype)
 
-        shapes = (
-            (self.num_heads, self.head_dim),
-            (self.num_kv_heads, self.head_dim),
-            (self.num_kv_heads, self.value_dim),
-            (self.num_heads, self.value_dim),
-        )
-        tensors = [draw(self.batch, heads, self.seq_len, width) for heads, width in shapes]
+        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads, self.num_heads)
+        widths = (self.head_dim, self.head_dim, self.value_dim, self.value_dim)
+        tensors = [draw(self.batch, count, self.seq_len, width) for count, width in zip(heads, widths)]
         return *tensors, draw(self.num_heads) if self.sinks else None
 
     @cached_property
@@ -204,9 +194,8 @@ def random_case(rng, dtype=torch.float64, max_len=40):
 def fitting_case(rng, ranks, dtype=torch.float64, max_len=40):
     """A random case whose heads divide among the ranks: key/value heads for each of them, or one for several."""
     num_kv_heads = rng.choice([n for n in range(1, 3 * ranks + 1) if 0 in (ranks % n, n % ranks)])
-    return with_heads(
-        rng, random_case(rng, dtype, max_len), max(ranks, num_kv_heads) * rng.choice([1, 2, 3]), num_kv_heads
-    )
+    num_heads = max(ranks, num_kv_heads) * rng.choice([1, 2, 3])
+    return with_heads(rng, random_case(rng, dtype, max_len), num_heads, num_kv_heads)
 
 
 def with_heads(rng, case, num_heads, num_kv_heads):
