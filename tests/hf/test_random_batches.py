@@ -31,7 +31,7 @@ def test_the_own_loss_of_a_type_over_a_ring(model_type):
     batches = tuple(batch for batch in plain.batches if not (batch.as_eager or batch.holes))[:1]
     settings = {"loss": "model", "checkpointing": None, "train": False, "use_cache": False, "before": ""}
     case = replace(plain, model_type=model_type, batches=batches, patched=True, ring=(2, {}), **settings)
-    assert compared(case, found_by(case)).kind == "equal"
+    assert compared(case, found_by(case)) == "equal"
 
 
 def drawn(wanted):

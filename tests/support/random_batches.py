@@ -12,6 +12,7 @@ Most cases compute in float64, also where Transformers asks for float32 (`tolera
 import copy
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
@@ -74,22 +75,13 @@ def prepared(case: Case, model, ring):
         for layer, pattern in patterns.items():
             ra.patch_config(model.config, pattern, None if layer is None else [layer])
         ra.patch_model(model, ring=ring)
-    if case.before == "refused":
-        be_refused(model)
+    if case.before == "refused":  # a call with a square mask, which breaks off and must leave nothing behind
+        with torch.no_grad(), pytest.raises(REFUSALS):
+            model(input_ids=torch.full((1, 4), 5), attention_mask=torch.ones(1, 1, 4, 4), use_cache=False)
     model.train(case.train)
     if case.checkpointing is not None and model.supports_gradient_checkpointing:
         checkpoint_activations(model, {"use_reentrant": case.checkpointing})
     return model
-
-
-@torch.no_grad()
-def be_refused(model):
-    """A call that breaks off, and must leave nothing behind: a square mask."""
-    try:
-        model(input_ids=torch.full((1, 4), 5), attention_mask=torch.ones(1, 1, 4, 4), use_cache=False)
-    except REFUSALS:
-        return
-    raise AssertionError("what must be refused was computed")
 
 
 def gradients_of(model):
@@ -374,29 +366,20 @@ def errors(case: Case, found: Result, want: Result) -> dict[str, float]:
     return worst
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """`kind`: "equal", in float64; "rounded": in float32, as near as eager attention; "refused": with a message."""
-
-    case: Case
-    kind: str
-    message: str = ""
-
-
-def compared(case: Case, found: Result | Refused) -> Outcome:
-    """What is found against what is expected.
+def compared(case: Case, found: Result | Refused) -> str:
+    """What is found against what is expected: "equal", in float64; "rounded", as near as eager attention; or "refused".
 
     Raises:
         AssertionError: they differ, or a refusal that is not right.
     """
     if isinstance(found, Refused):
         assert case.refusable, f"refused: {found.message}"
-        return Outcome(case, "refused", found.message)
+        return "refused"
     want = expected(case, found, torch.float64)
     worst = errors(case, found, want)
     if case.dtype == torch.float64:
         assert all(error <= EXACT for error in worst.values()), f"errors {worst}, of {EXACT}"
-        return Outcome(case, "equal")
+        return "equal"
     bounds = {name: allowed(error) for name, error in errors(case, expected(case, found, torch.float32), want).items()}
     assert all(worst[name] <= bounds[name] for name in worst), f"errors {worst}, and eager attention allows {bounds}"
-    return Outcome(case, "rounded")
+    return "rounded"
