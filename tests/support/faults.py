@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import hf_ring_attention as ra
 from hf_ring_attention.transport import communicators, transports
-from tests.support.ranks import TIMEOUT, begin_as_a_program, forked, free_ports
+from tests.support.ranks import TIMEOUT, begin_as_a_program, forked, free_port
 
 KINDS = ("killed", "stalled", "raising")
 MOMENTS = ("before", "in", "after")
@@ -159,7 +159,7 @@ def alive(ranks):
 
 def outcome_of(fault, folder):
     """Runs the ranks, as a launcher would: it kills the rank that stalls once the others have ended."""
-    (port,) = free_ports(1)
+    port = free_port()
     ranks = [forked(_run, rank, fault, folder, port) for rank in range(WORLD_SIZE)]
     awaited = [rank for number, rank in enumerate(ranks) if fault.kind != "stalled" or number != fault.rank]
     try:

@@ -7,8 +7,8 @@ python -m tests.survey llama qwen3  prints the results of these types, and write
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -159,12 +159,8 @@ def survey(model_type: str) -> ModelSupport:
     Raises:
         AssertionError: its results are not those of eager attention.
     """
-
-    def entry(
-        status: Literal["supported", "refused", "untested"], reason: str, ring: bool = False, packed: bool = False
-    ) -> ModelSupport:
-        names: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
-        return ModelSupport(model_type, names if isinstance(names, str) else names[0], status, ring, packed, reason)
+    names: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    entry = partial(ModelSupport, model_type, names if isinstance(names, str) else names[0])
 
     def refusal(run: Callable[..., Errors], *args: str) -> str | None:
         """Returns the error of a run that refuses; None if it computes what eager attention does."""
@@ -176,16 +172,16 @@ def survey(model_type: str) -> ModelSupport:
         return None
 
     if model_type in NOT_BUILT:
-        return entry("untested", NOT_BUILT[model_type])
+        return entry("untested", False, False, NOT_BUILT[model_type])
     models = TypeModels(model_type)
     refused = refusal(models.on_one_device, "plain")
     if refused:
-        return entry("refused", refused)
+        return entry("refused", False, False, refused)
     assert refusal(models.on_one_device, "both") is None
     packed = refusal(models.on_one_device, "packed") is None
     refused = refusal(models.on_two_ranks, "both", "zigzag", "ring")
     if refused:
-        return entry("supported", refused, packed=packed)
+        return entry("supported", False, packed, refused)
     assert packed
     assert refusal(models.on_two_ranks, "packed", "contiguous", "collective") is None
-    return entry("supported", "", ring=True, packed=packed)
+    return entry("supported", True, packed, "")
