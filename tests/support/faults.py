@@ -142,7 +142,6 @@ class FaultyRank:
 class Outcome:
     """What became of each rank: its exit status, and the error that it ended by."""
 
-    fault: Fault
     statuses: list
     errors: list
     hung: list
@@ -179,7 +178,7 @@ def outcome_of(fault, folder):
                     rank.join()
     hung = [number for number, rank in enumerate(ranks) if rank in running]
     errors = [file.read_text() if (file := Path(folder, f"{n}.error")).exists() else "" for n in range(WORLD_SIZE)]
-    return Outcome(fault, [rank.exitcode for rank in ranks], errors, hung)
+    return Outcome([rank.exitcode for rank in ranks], errors, hung)
 
 
 def _run(rank, fault, folder, port):

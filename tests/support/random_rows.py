@@ -55,8 +55,7 @@ class Batch:
 
     def targets(self):
         """[B, n] of each token the label of the next one of its document."""
-        labels = self.inputs["labels"]
-        targets = torch.full(self.shape, IGNORED)
+        labels, targets = self.inputs["labels"], torch.full(self.shape, IGNORED)
         for row, start, stop in self.spans():
             targets[row, start : stop - 1] = labels[row, start + 1 : stop]
         return targets
