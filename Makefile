@@ -20,8 +20,8 @@ demo: $(READY)
 	$(BIN)/python recipes/demo.py
 
 # Three workers for two cores: most tests are the work of one thread, and some wait for processes that begin or end. Files
-# stay whole, since their tests share launches of processes, and in order, or those with few and long tests would come last.
-# Each run has the same tests and inputs, and sets have the same order.
+# stay whole, since their tests share launches of processes, and in the order of tests/conftest.py: the longest come first, so
+# that no worker ends alone. Each run has the same tests and inputs, and sets have the same order.
 test: $(READY_TO_TEST)
 	PYTHONHASHSEED=0 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 

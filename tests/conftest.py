@@ -44,7 +44,11 @@ def pytest_report_header(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of tests marked `drawn` one case in four stays, or in n for `drawn(n)`, and whichever a command names by `::` or `-k`."""
+    """Of tests marked `drawn` one case in four stays, or in n for `drawn(n)`, and whichever a command names by `::` or `-k`.
+
+    Folders with the longest files come first, so that no worker has one of them left when the others are done.
+    """
+    items.sort(key=lambda item: item.path.parent.name not in ("training", "recipes"))
     if config.option.all or config.option.keyword or any("::" in word for word in config.args):
         return
     cases = {}
@@ -119,6 +123,15 @@ def ranks():
 
     with RankPool() as pool:
         yield pool
+
+
+@pytest.fixture
+def bench_in_this_process(monkeypatch):
+    """Has programs of recipes/bench fork their ranks from the server of all tests, which has imported more than theirs."""
+    from tests.support.ranks import PRELOADED, start_server
+
+    monkeypatch.setattr("timing.PRELOADED", [PRELOADED])
+    start_server()
 
 
 @pytest.hookimpl(trylast=True)

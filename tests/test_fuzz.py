@@ -45,23 +45,23 @@ def printed_by_pytest(rank, folder, workers):
     return printed.getvalue()
 
 
-def failures(folder, workers):
-    """(the tests that failed, with their messages; all that is printed) of such a run in a process of its own."""
-    [printed] = run_ranks(printed_by_pytest, 1, folder, workers)
-    return sorted(re.findall(r"^FAILED (.*)$", printed, re.MULTILINE)), printed
-
-
 def test_each_run_draws_the_same(tmp_path):
     """Which cases run, of tests that are marked for it, and their inputs, whichever process and whatever else is loaded."""
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = drawn")
     (tmp_path / "conftest.py").write_text("from tests.conftest import *")
     (tmp_path / "test_it.py").write_text(DRAWS)
-    of_workers, printed = failures(tmp_path, 1)
+
+    def failures(workers):
+        """(the tests that failed, with their messages; all that is printed) of a run in a process of its own."""
+        [printed] = run_ranks(printed_by_pytest, 1, tmp_path, workers)
+        return sorted(re.findall(r"^FAILED (.*)$", printed, re.MULTILINE)), printed
+
+    of_workers, printed = failures(1)
     assert len(of_workers) == 4 and all("seed 7: " in line for line in of_workers[:3]), printed
     assert "repeat with the same inputs: python -m pytest -n 0 --seed 7 " in printed
     # Hypothesis would draw constants from the modules that are loaded.
     (tmp_path / "test_other.py").write_text(f"CONSTANTS = {[10**8 + number for number in range(500)]}")
-    assert failures(tmp_path, 0)[0] == of_workers
+    assert failures(0)[0] == of_workers
 
 
 def test_a_number_decides_its_case_whatever_ran_before(rng):

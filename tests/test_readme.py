@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import inspect
 import io
+import itertools
 import json
 import os
 import re
@@ -16,6 +17,8 @@ from urllib.parse import urlparse
 
 import common
 import pytest
+from accelerate.commands.launch import launch_command_parser
+from torch.distributed.run import get_args_parser
 from transformers import AutoModelForCausalLM
 
 import hf_ring_attention as ra
@@ -186,36 +189,27 @@ def check_options(words, told):
 
 
 def check_program(words):
-    """A program of Python is there and has the options."""
+    """A program of Python, or the command line's command, is there and has the options."""
     file, *arguments = words
-    if file in WRITTEN:
-        return
-    assert (ROOT / file).parent in (ROOT / "recipes", ROOT / "recipes" / "bench")
-    check_options(arguments, help_of(Path(file).stem))
-
-
-def check_command_line(words):
-    """The command line has the command, and that has the options."""
-    check_options(words, help_of("hf-ring-attention", *words[: 2 if words[:1] == ["plot"] else 1]))
-
-
-def options_in_text(page):
-    return {*re.findall(r"--[a-z]+(?:-[a-z]+)*\b(?!_)", without_blocks(page))}
+    if file == "hf-ring-attention":
+        check_options(arguments, help_of(file, *arguments[: 2 if arguments[:1] == ["plot"] else 1]))
+    elif file not in WRITTEN:
+        assert (ROOT / file).parent in (ROOT / "recipes", ROOT / "recipes" / "bench")
+        check_options(arguments, help_of(Path(file).stem))
 
 
 def test_options_in_the_text_are_those_of_the_programs():
     programs = ("calibrate", "perplexity", "estimate")
     known = help_of("finetune") + "".join(help_of("hf-ring-attention", name) for name in programs)
     for page in (RECIPES, *GUIDES):
-        check_options(options_in_text(page) - {"--cpu"}, known)  # that one is of launchers
-    assert {"--dataset", "--lora", "--eval-every"} <= options_in_text(RECIPES)
+        options = {*re.findall(r"--[a-z]+(?:-[a-z]+)*\b(?!_)", without_blocks(page))}
+        check_options(options - {"--cpu"}, known)  # that one is of launchers
+        assert page != RECIPES or {"--dataset", "--lora", "--eval-every"} <= options
 
 
 @pytest.mark.parametrize(("page", "command"), ALL_COMMANDS)
 def test_commands_name_files_and_options_that_exist(page, command):
-    words = shlex.split(command, comments=True)
-    while words and re.match(r"[A-Z_]+=", words[0]):
-        words = words[1:]
+    words = list(itertools.dropwhile(re.compile("[A-Z_]+=").match, shlex.split(command, comments=True)))
     if not words or words[0] == "export":
         return
     program, *rest = words
@@ -226,17 +220,10 @@ def test_commands_name_files_and_options_that_exist(page, command):
     elif program == "python":
         check_program(rest)
     elif program == "torchrun":
-        from torch.distributed.run import get_args_parser
-
         known = get_args_parser().parse_args(rest)
-        if known.module:
-            assert known.training_script == "hf_ring_attention"
-            check_command_line(known.training_script_args)
-        else:
-            check_program([known.training_script, *known.training_script_args])
+        assert not known.module or known.training_script == "hf_ring_attention"
+        check_program(["hf-ring-attention" if known.module else known.training_script, *known.training_script_args])
     elif program == "accelerate":
-        from accelerate.commands.launch import launch_command_parser
-
         assert rest[0] == "launch"
         if not any(word.endswith(".py") for word in rest):  # the program and the name of a file are left out
             rest = [*rest, *["FILE"] * (rest[-1] == "--config_file"), "train.py"]
@@ -244,7 +231,7 @@ def test_commands_name_files_and_options_that_exist(page, command):
         assert known.config_file in (None, "FILE") or (ROOT / known.config_file).is_file()
         check_program([known.training_script, *known.training_script_args])
     elif program == "hf-ring-attention":
-        check_command_line(rest)
+        check_program(words)
     elif program == "make":
         targets = re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text("utf-8"), flags=re.MULTILINE)
         assert {word for word in rest if "=" not in word} <= {*targets}
@@ -276,20 +263,16 @@ def test_there_are_guides_to_all_topics_and_links_to_them():
     assert not [guide for guide in GUIDES if f"(guide/{guide.name})" not in RECIPES.read_text("utf-8")]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_names_of_the_package_in_pages_are_public(page):
-    names = {*re.findall(r"\bra\.(\w+)", page.read_text("utf-8"))}
-    assert not names - {*ra.__all__}
+def test_names_of_the_package_in_pages_are_public():
+    for page in PAGES:
+        assert {*re.findall(r"\bra\.(\w+)", page.read_text("utf-8"))} <= {*ra.__all__}, page
 
 
 def test_the_numbers_of_types_are_those_of_the_list():
     types = ra.supported_models()
     supported = [model for model in types if model.status == "supported"]
-    on_a_ring = sum(model.ring for model in supported)
-    counts = (
-        f"Of {len(types)} causal types in Transformers, {len(supported)} are supported, {on_a_ring} of them over a ring"
-    )
-    assert counts in README.read_text(encoding="utf-8")
+    counts = f"Of {len(types)} causal types in Transformers, {len(supported)} are supported, "
+    assert counts + f"{sum(model.ring for model in supported)} of them over a ring" in README.read_text("utf-8")
 
 
 def test_the_map_lists_the_public_names():
@@ -317,16 +300,14 @@ def test_errors_are_quoted_as_the_code_says_them():
 @pytest.mark.parametrize("page", [RECIPES, ROOT / "recipes" / "guide" / "recovery.md"], ids=lambda page: page.stem)
 def test_errors_of_failed_runs_are_quoted_as_the_code_writes_them(page):
     """Numbers and types of an example stand for the fields of an f-string; the parts between them are texts of the code."""
-    faults = re.search(
-        r"^## (?:When something fails|Faults)\n(.*?)(?=^## )", page.read_text("utf-8"), flags=re.M | re.S
-    )[1]
+    below = r"^## (?:When something fails|Faults)\n(.*?)(?=^## )"
+    faults = re.search(below, page.read_text("utf-8"), flags=re.M | re.S)[1]
     cells = re.findall(r"^\| .*? \| (.*?)(?: \| .*)?\|$", faults, flags=re.M)
     quoted = [error for cell in cells for error in re.findall(r"`(\w[^`]* [^`]*)`", cell) if "hf-ring" not in error]
     assert len(quoted) >= 3
-    parts = [
-        part for error in quoted for part in re.split(r"process(?= \d)|\d+|nan|Llama\w+|torch\.\w+|checkpoint-", error)
-    ]
-    assert not [part for part in parts if part.strip() and part.rstrip() not in texts_of_the_code()]
+    fields = r"process(?= \d)|\d+|nan|Llama\w+|torch\.\w+|checkpoint-"
+    parts = [part for error in quoted for part in re.split(fields, error) if part.strip()]
+    assert not [part for part in parts if part.rstrip() not in texts_of_the_code()]
 
 
 def slugs(page):

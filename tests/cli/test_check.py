@@ -24,7 +24,7 @@ from hf_ring_attention.cli.checks.machine import NEWEST_TESTED
 from hf_ring_attention.cli.checks.runner import CheckRun
 from hf_ring_attention.compute.kernels import CpuFlash
 from tests.support.programs import run_program
-from tests.support.ranks import TIMEOUT, begin_as_a_program
+from tests.support.ranks import TIMEOUT, begin_as_a_program, start_server
 from tests.support.releases import needs_mixers
 
 ROOT = Path(__file__).parents[2]
@@ -95,6 +95,7 @@ def test_two_processes_of_torchrun(tmp_path):
     logs = DefaultLogsSpecs(log_dir=str(tmp_path), redirects=Std.ALL)
     place = {"run_id": tmp_path.name, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "logs_specs": logs}
     launch = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, start_method="forkserver", **place)
+    start_server()
     elastic_launch(launch, command_of_rank)(["check", "--model", str(file), *PATIENT])
     (printed,) = tmp_path.glob("**/0/stdout.log")
     found, last = verdicts(printed.read_text())

@@ -250,7 +250,7 @@ def test_the_table_says_all_and_the_picture_is_drawn(folder, capsys):
 # ---- real steps, as recipes/bench/memory.py measures them
 
 
-def test_an_estimate_is_near_the_peak_of_a_real_step():
+def test_an_estimate_is_near_the_peak_of_a_real_step(bench_in_this_process):
     """A step of a small model in a process of its own; activations are most of what it holds."""
     figures = measure_step(Shape(4, 2), Step(1024, checkpointing=False, pattern="window:64"))
     assert figures["total"] > 100 << 20
@@ -272,6 +272,6 @@ def test_an_estimate_is_near_the_peak_of_a_real_step():
     ],
     ids=str,
 )
-def test_estimates_are_near_the_peaks_of_real_steps(step):
+def test_estimates_are_near_the_peaks_of_real_steps(step, bench_in_this_process):
     """Sizes, checkpointing, offloading, rings of 1, 2 and 4, DDP and FSDP 2."""
     assert abs(measure_step(Shape(8, 4), step)["error"]) < BOUND

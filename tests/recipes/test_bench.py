@@ -16,12 +16,8 @@ ONCE = ["--repeats", "1"]
 
 
 @pytest.fixture
-def tables(capsys, monkeypatch):
-    """Returns the tables that a program prints: the rows of each, as texts and numbers; "-" is a NaN.
-
-    It runs in this process; its ranks are forked from the process that the ranks of other tests are forked from.
-    """
-    monkeypatch.setattr("timing.PRELOADED", ["tests.support.preloaded"])
+def tables(capsys, bench_in_this_process):
+    """Returns the tables that a program prints: the rows of each, as texts and numbers; "-" is a NaN."""
 
     def measured(program, *words):
         importlib.import_module(program).main([*TINY, *words])

@@ -1,6 +1,7 @@
 """Random attention problems, and the comparison of outputs and all gradients with the oracle."""
 
 import itertools
+import operator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -23,9 +24,8 @@ EXACT_ATTENTION = 1e-12
 def random_pattern(rng):
     """Any legal pattern, small: up to 4 dilated branches, 2 sinks, and 2 branches of last queries."""
     while True:
-        chain = [1]
-        for _ in range(rng.randint(0, 3)):
-            chain.append(chain[-1] * rng.choice([1, 2, 2, 3, 4]))
+        factors = [rng.choice([1, 2, 2, 3, 4]) for _ in range(rng.randint(0, 3))]
+        chain = [*itertools.accumulate([1, *factors], operator.mul)]
         overlap = rng.choice(["once", "count"])
         if overlap == "count":
             chain = [rng.choice([1, 2, 3, 4, 6]) for _ in chain] + [1]
@@ -33,14 +33,10 @@ def random_pattern(rng):
         branches = []
         for dilation in chain:
             kind = rng.choice([ra.Segment, ra.Window])
-            length = dilation * rng.randint(1, 12)
-            if kind is ra.Segment and rng.random() < 0.3:
-                length = None
+            length = None if kind is ra.Segment and rng.random() < 0.3 else dilation * rng.randint(1, 12)
             branches.append(kind(length, dilation, rng.choice(["all", "dilated"])))
-        for _ in range(rng.choice([0, 0, 1, 2])):
-            branches.insert(rng.randint(0, len(branches)), ra.Sink(rng.randint(1, 9)))
-        for _ in range(rng.choice([0, 0, 0, 1, 2])):
-            branches.insert(rng.randint(0, len(branches)), ra.Last(rng.randint(1, 9)))
+        for kind in [ra.Sink] * rng.choice([0, 0, 1, 2]) + [ra.Last] * rng.choice([0, 0, 0, 1, 2]):
+            branches.insert(rng.randint(0, len(branches)), kind(rng.randint(1, 9)))
         try:
             return ra.Pattern(tuple(branches), overlap, rng.choice(["kv_head", "query_head"]))
         except ValueError:
@@ -118,15 +114,9 @@ class Case:
 
     def problem(self, layout, settings=None):
         """The same in integers, as plans are made of it."""
-        return Problem(
-            self.pattern,
-            layout,
-            tuple(map(tuple, self.rows)),
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            causal=self.causal,
-            **({} if settings is None else {"settings": settings}),
-        )
+        heads = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
+        more = {} if settings is None else {"settings": settings}
+        return Problem(self.pattern, layout, tuple(map(tuple, self.rows)), causal=self.causal, **heads, **more)
 
     @cached_property
     def tensors(self):
@@ -138,13 +128,9 @@ class Case:
         def draw(*shape):
             return torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype)
 
-        shapes = (
-            (self.num_heads, self.head_dim),
-            (self.num_kv_heads, self.head_dim),
-            (self.num_kv_heads, self.value_dim),
-            (self.num_heads, self.value_dim),
-        )
-        tensors = [draw(self.batch, heads, self.seq_len, width) for heads, width in shapes]
+        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads, self.num_heads)
+        widths = (self.head_dim, self.head_dim, self.value_dim, self.value_dim)
+        tensors = [draw(self.batch, count, self.seq_len, width) for count, width in zip(heads, widths)]
         return *tensors, draw(self.num_heads) if self.sinks else None
 
     @cached_property
@@ -204,9 +190,8 @@ def random_case(rng, dtype=torch.float64, max_len=40):
 def fitting_case(rng, ranks, dtype=torch.float64, max_len=40):
     """A random case whose heads divide among the ranks: key/value heads for each of them, or one for several."""
     num_kv_heads = rng.choice([n for n in range(1, 3 * ranks + 1) if 0 in (ranks % n, n % ranks)])
-    return with_heads(
-        rng, random_case(rng, dtype, max_len), max(ranks, num_kv_heads) * rng.choice([1, 2, 3]), num_kv_heads
-    )
+    num_heads = max(ranks, num_kv_heads) * rng.choice([1, 2, 3])
+    return with_heads(rng, random_case(rng, dtype, max_len), num_heads, num_kv_heads)
 
 
 def with_heads(rng, case, num_heads, num_kv_heads):
@@ -248,7 +233,7 @@ def errors_of(ring, calls, layouts, device="cpu", attention=ra.ring_attention):
 
 def together(results):
     """The results of calls in a row as those of one: outputs and log-sum-exps side by side, gradients added up."""
-    (outs, lses), grads = zip(*(result[:2] for result in results)), zip(*(result[2:] for result in results))
+    outs, lses, *grads = zip(*results)
     return [torch.cat(outs), torch.cat(lses), *map(sum, grads)]
 
 
@@ -258,9 +243,9 @@ def relative_errors(got, want):
     So do outputs and gradients where the largest is so small that a dtype's smallest number is more than its rounding.
     """
     smallest = torch.finfo(got[0].dtype).tiny / torch.finfo(got[0].dtype).eps
+    of_out, *of_gradients = (float(x.abs().max()) for x in (want[0], *want[2:]))
     of_lse = max([1.0, *want[1][want[1] != -torch.inf].abs().tolist()])
-    of_gradients = max(float(x.abs().max()) for x in want[2:]) or 1.0
-    scales = [max(float(want[0].abs().max()) or 1.0, smallest), of_lse] + [max(of_gradients, smallest)] * 4
+    scales = [max(of_out or 1.0, smallest), of_lse] + [max(max(of_gradients) or 1.0, smallest)] * 4
     found = {}
     for name, x, exact, scale in zip(("out", "lse", "dq", "dk", "dv", "dsinks"), got, want, scales):
         there = exact != -torch.inf  # of rows with keys

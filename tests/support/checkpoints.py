@@ -9,24 +9,23 @@ import hf_ring_attention as ra
 WORDS = "the quick brown fox jumps over lazy dog".split()
 
 
+def word_tokenizer(words, **tokens):
+    """A tokenizer of words between spaces, by their places; the first one stands for any other."""
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **tokens)
+
+
 def save_checkpoint_of_words(folder, change=lambda model: model, **sizes):
     """Saves a folder `model` with a tokenizer of `WORDS`, of which "the" is every other word, and two texts beside it.
 
     Args:
         change: what is done to the model before it is saved.
     """
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="the"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder / "model")
+    word_tokenizer(WORDS).save_pretrained(folder / "model")
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(WORDS),
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        **sizes,
-    )
+    tiny = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=len(WORDS), **tiny, **sizes)
     change(LlamaForCausalLM(config)).save_pretrained(folder / "model")
     (folder / "fox.txt").write_text("the quick brown fox jumps over the lazy dog " * 40)
     (folder / "dog.txt").write_text("lazy dog over the quick fox " * 40)

@@ -59,7 +59,7 @@ class CheckedOperators:
         def call(*args, **kwargs):
             given = by_name(name, args, kwargs)
             self.calls.append((name, given))
-            CHECKS[name](given, self.dtypes)
+            (check_flash if name.startswith("_flash") else check_efficient)(given, self.dtypes)
             return getattr(self.played_by, name)(*args, **kwargs)
 
         return call
@@ -68,38 +68,27 @@ class CheckedOperators:
 def by_name(name, args, kwargs):
     """The arguments by the names of the schema, which has all of them, in this order and as keywords only where they are."""
     schema = getattr(torch.ops.aten, name).default._schema.arguments
-    positional = [argument.name for argument in schema if not argument.kwarg_only]
-    assert len(args) <= len(positional), f"{name} takes {len(positional)} positional arguments, not {len(args)}"
-    given = dict(zip(positional, args, strict=False))
-    unknown = kwargs.keys() - {argument.name for argument in schema}
-    assert not unknown, f"{name} has no arguments {unknown}"
-    assert not kwargs.keys() & given.keys()
-    given.update(kwargs)
-    missing = {argument.name for argument in schema if not argument.has_default_value()} - given.keys()
-    assert not missing, f"{name} also takes {missing}"
+    given = dict(zip([argument.name for argument in schema if not argument.kwarg_only], args)) | kwargs
+    assert len(given) == len(args) + len(kwargs), f"{name}: too many arguments, or one of them twice"
+    needed = {argument.name for argument in schema if not argument.has_default_value()}
+    assert needed <= given.keys() <= {argument.name for argument in schema}, f"{name} got {[*given]}"
     return given
 
 
-def check_rows(*tensors):
-    """Rows are contiguous, and all that is read at once, 16 bytes, begins at a multiple of its size."""
+def check_rows(tensors, dtypes):
+    """Tensors of one device and one of `dtypes`, whose rows are contiguous; all that is read at once, 16 bytes, is aligned."""
+    assert {(x.device, x.dtype) for x in tensors} == {(tensors[0].device, tensors[0].dtype)}
+    assert tensors[0].dtype in dtypes
     for x in tensors:
         assert x.stride(-1) == 1
         for start in (x.storage_offset(), *x.stride()[:-1]):
             assert start * x.element_size() % 16 == 0, f"rows begin at multiples of {start} numbers of {x.dtype}"
 
 
-def check_same(tensors, dtypes):
-    """Tensors of one device and one dtype, which is one of `dtypes`."""
-    assert {x.device for x in tensors} == {tensors[0].device}
-    assert {x.dtype for x in tensors} == {tensors[0].dtype}
-    assert tensors[0].dtype in dtypes
-
-
 def check_flash(given, dtypes):
     """q, k, v [B, L, H, D], as FlashAttention-2 takes them, or [L, H, D] of packed sequences; and the window."""
     q, k, v = (given[name] for name in ("query", "key", "value"))
-    check_same((q, k, v), dtypes)
-    check_rows(q, k, v)
+    check_rows((q, k, v), dtypes)
     assert k.shape == v.shape
     assert q.shape[-1] == k.shape[-1]
     assert q.shape[-2] % k.shape[-2] == 0
@@ -115,6 +104,12 @@ def check_flash(given, dtypes):
         assert not given["is_causal"]
     if given["is_causal"]:
         assert given["max_q"] == given["max_k"]
+    if "grad_out" in given:
+        check_backward(
+            given, dtypes, given["grad_out"], q.shape, q.transpose(-2, -3).shape[:-1], ("rng_state", "unused")
+        )
+    else:
+        assert not given["return_debug_mask"]  # which is for dropout
 
 
 def check_sequences(given, q, k):
@@ -133,73 +128,42 @@ def check_sequences(given, q, k):
         assert x.is_contiguous()
 
 
-def check_flash_forward(given, dtypes):
-    check_flash(given, dtypes)
-    assert not given["return_debug_mask"]  # which is for dropout
-
-
-def check_flash_backward(given, dtypes):
-    check_flash(given, dtypes)
-    q, out, dout, lse = (given[name] for name in ("query", "out", "grad_out", "logsumexp"))
-    check_same((q, out, dout), dtypes)
-    check_rows(out, dout)
-    assert out.shape == dout.shape == q.shape
-    check_lse(lse, q, q.transpose(-2, -3).shape[:-1])
-    assert {given[name].device for name in ("rng_state", "unused")} == {q.device}
-
-
-def check_lse(lse, q, shape):
-    """The kernels compute their address of a row's log-sum-exp from `shape`."""
-    assert lse.shape == shape
+def check_backward(given, dtypes, dout, shape, lse_shape, of_dropout):
+    """The output and its gradient, of this shape; kernels compute their address of a row's log-sum-exp from `lse_shape`."""
+    q, out, lse = (given[name] for name in ("query", "out", "logsumexp"))
+    check_rows((q, out, dout), dtypes)
+    assert out.shape == dout.shape == shape
+    assert lse.shape == lse_shape
     assert lse.is_contiguous()
     assert lse.dtype == (torch.float64 if q.dtype == torch.float64 else torch.float32)
-    assert lse.device == q.device
+    assert {lse.device, *(given[name].device for name in of_dropout)} == {q.device}
 
 
 def check_efficient(given, dtypes):
     """q, k, v [B, H, L, D] and the bias, as the efficient operators take them."""
     q, k, v, bias = (given[name] for name in ("query", "key", "value", "attn_bias"))
-    check_same((q, k, v), dtypes)
-    check_rows(q, k, v)
+    check_rows((q, k, v), dtypes)
     assert q.shape[:2] == k.shape[:2] == v.shape[:2]
     assert k.shape[2] == v.shape[2]
     assert q.shape[3] == k.shape[3]
     assert q.shape[3] % 8 == v.shape[3] % 8 == 0
     assert given["dropout_p"] == 0
     if bias is not None:
-        check_same((q, bias), dtypes)
-        check_rows(bias)
+        check_rows((q, bias), dtypes)
         assert bias.shape == (*q.shape[:3], k.shape[2])
         assert bias.stride(2) % 16 == 0
         # One mask is there for all tiles and heads.
         assert not any(stride for stride, size in zip(bias.stride()[:2], bias.shape[:2], strict=True) if size > 1)
         assert not given["is_causal"]
-
-
-def check_efficient_forward(given, dtypes):
-    check_efficient(given, dtypes)
-    assert given["compute_log_sumexp"]
-
-
-def check_efficient_backward(given, dtypes):
-    check_efficient(given, dtypes)
-    q, v, out, dout = (given[name] for name in ("query", "value", "out", "grad_out_"))
-    check_same((q, out, dout), dtypes)
-    check_rows(out, dout)
-    assert out.shape == dout.shape == (*q.shape[:3], v.shape[3])
+    if "grad_out_" not in given:
+        assert given["compute_log_sumexp"]
+        return
+    padded_to_32 = (*q.shape[:2], -(-q.shape[2] // 32) * 32)
+    shape = (*q.shape[:3], v.shape[3])
+    check_backward(given, dtypes, given["grad_out_"], shape, padded_to_32, ("philox_seed", "philox_offset"))
     # o_strideM() of kernel_backward.h: rows of out are as far apart as all heads of a token are wide.
-    assert out.shape[2] == 1 or out.stride(2) == out.shape[1] * out.shape[3]
-    check_lse(given["logsumexp"], q, (*q.shape[:2], -(-q.shape[2] // 32) * 32))
+    assert shape[2] == 1 or given["out"].stride(2) == shape[1] * shape[3]
     assert list(given["grad_input_mask"]) == [True, True, True, False]
-    assert {given[name].device for name in ("philox_seed", "philox_offset")} == {q.device}
-
-
-CHECKS = {
-    "_flash_attention_forward": check_flash_forward,
-    "_flash_attention_backward": check_flash_backward,
-    "_scaled_dot_product_efficient_attention": check_efficient_forward,
-    "_scaled_dot_product_efficient_attention_backward": check_efficient_backward,
-}
 
 
 class FlashAttention2:
@@ -259,10 +223,8 @@ class FlashAttention2:
 def parts(x, ends, longest):
     """The packed sequences of x [L, H, ...], each [1, L, H, ...]; `longest` is the length of the longest."""
     lengths = ends.diff().tolist()
-    assert ends[0] == 0
-    assert ends[-1] == len(x)
-    assert min(lengths) > 0
-    assert max(lengths) == longest
+    assert (ends[0], ends[-1]) == (0, len(x))
+    assert 0 < min(lengths) <= max(lengths) == longest
     return [part.unsqueeze(0) for part in x.split(lengths)]
 
 
@@ -273,8 +235,7 @@ def heads_of(x, query):
 
 def scores_of(query, key, scale, is_causal, left, right):
     """Scores [B, H, Lq, Lk], of which those that the window hides are -inf."""
-    if is_causal:
-        right = 0
+    right = 0 if is_causal else right
     diagonal = torch.arange(query.shape[1])[:, None] + key.shape[1] - query.shape[1]
     keys = torch.arange(key.shape[1])
     hidden = torch.zeros(query.shape[1], key.shape[1], dtype=torch.bool)

@@ -43,11 +43,9 @@ def dense_attention(
 
 def _pattern(module):
     """The pattern of a layer: its own, or that of all layers without a window."""
-    config = module.config
-    patterns = getattr(config, DENSE, None) or {}
-    if module.layer_idx in patterns:
-        return patterns[module.layer_idx]
-    return None if None not in patterns or windowed(config, module.layer_idx) else patterns[None]
+    patterns = getattr(module.config, DENSE, None) or {}
+    of_all = None if windowed(module.config, module.layer_idx) else patterns.get(None)
+    return patterns.get(module.layer_idx, of_all)
 
 
 def windowed(config, layer):

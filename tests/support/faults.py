@@ -16,18 +16,18 @@ import torch.distributed as dist
 
 import hf_ring_attention as ra
 from hf_ring_attention.transport import communicators, transports
-from tests.support.ranks import TIMEOUT, begin_as_a_program, forked, free_ports
+from tests.support.ranks import TIMEOUT, begin_as_a_program, forked, free_port
 
 KINDS = ("killed", "stalled", "raising")
 MOMENTS = ("before", "in", "after")
-#: The phases of a run, and the transport of a case of each.
+#: The phases of a run: the transport of a case of each, and what it waits for when its fault comes inside.
 PHASES = {
-    "set-up": "ring",
-    "forward hop": "ring",
-    "backward hop": "ring",
-    "all-to-all of rows": "collective",
-    "all-to-all of heads": "heads",
-    "agreement": "ring",
+    "set-up": ("ring", ""),
+    "forward hop": ("ring", "ring attention"),
+    "backward hop": ("ring", "ring attention, backward pass"),
+    "all-to-all of rows": ("collective", "collective attention"),
+    "all-to-all of heads": ("heads", "attention by heads"),
+    "agreement": ("ring", ""),
 }
 WORLD_SIZE = 3
 #: Seconds after which ranks give up one that stalls. Whatever waits for no such timeout has all the time.
@@ -99,13 +99,8 @@ class FaultyRank:
         self.reach("set-up", "after")
         if fault.phase != "set-up":
             self.meet(ready)
-        ring = ra.Ring(group, layout="contiguous", transport=PHASES[fault.phase])
-        if fault.phase == "set-up":
-            self.attend(ring)
-        elif fault.phase == "agreement":
-            self.agree(ring)
-        else:
-            self.attend(ring)
+        ring = ra.Ring(group, layout="contiguous", transport=PHASES[fault.phase][0])
+        (self.agree if fault.phase == "agreement" else self.attend)(ring)
         # What a rank comes to after its fault, where the others wait for it.
         with ring.agreement("the end"):
             pass
@@ -120,12 +115,8 @@ class FaultyRank:
 
     def attend(self, ring):
         """One call forward and backward; "before" and "after" are around the pass that the phase is about."""
-        phase, transport = self.fault.phase, PHASES[self.fault.phase]
+        phase, awaited = self.fault.phase, PHASES[self.fault.phase][1]
         backward = phase == "backward hop"
-        awaited = {"ring": "ring attention", "collective": "collective attention", "heads": "attention by heads"}[
-            transport
-        ]
-        awaited = f"{awaited}, backward pass" if backward else awaited
         q, k, v = (torch.ones(1, 3, 4, 8, requires_grad=True) for _ in range(3))
         with self.inside(phase, transports.Link, "_arrive", lambda args: args[1].startswith(awaited)):
             if not backward:
@@ -138,12 +129,11 @@ class FaultyRank:
 
     def agree(self, ring):
         """An exchange of objects: their sizes, and then themselves."""
-        calls = iter(("of sizes", "of objects"))
-        of_objects = self.inside(
-            "agreement", communicators.ProcessGroupCommunicator, "gather", lambda _: next(calls, "") == "of objects"
-        )
+        of_objects = iter((False, True))
+        communicator = communicators.ProcessGroupCommunicator
+        exchange = self.inside("agreement", communicator, "gather", lambda _: next(of_objects, False))
         self.reach("agreement", "before")
-        with of_objects, ring.agreement("a call") as call:
+        with exchange, ring.agreement("a call") as call:
             call.same("the pattern", "exact")
         self.reach("agreement", "after")
 
@@ -152,7 +142,6 @@ class FaultyRank:
 class Outcome:
     """What became of each rank: its exit status, and the error that it ended by."""
 
-    fault: Fault
     statuses: list
     errors: list
     hung: list
@@ -169,7 +158,7 @@ def alive(ranks):
 
 def outcome_of(fault, folder):
     """Runs the ranks, as a launcher would: it kills the rank that stalls once the others have ended."""
-    (port,) = free_ports(1)
+    port = free_port()
     ranks = [forked(_run, rank, fault, folder, port) for rank in range(WORLD_SIZE)]
     awaited = [rank for number, rank in enumerate(ranks) if fault.kind != "stalled" or number != fault.rank]
     try:
@@ -189,7 +178,7 @@ def outcome_of(fault, folder):
                     rank.join()
     hung = [number for number, rank in enumerate(ranks) if rank in running]
     errors = [file.read_text() if (file := Path(folder, f"{n}.error")).exists() else "" for n in range(WORLD_SIZE)]
-    return Outcome(fault, [rank.exitcode for rank in ranks], errors, hung)
+    return Outcome([rank.exitcode for rank in ranks], errors, hung)
 
 
 def _run(rank, fault, folder, port):

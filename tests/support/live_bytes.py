@@ -11,23 +11,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors that operations inside have made, as long as these exist, and the largest one of them.
-
-    Attributes:
-        now: the bytes of those that still exist.
-        peak: the most bytes that existed at once.
-        largest: the bytes of the largest one.
-
-    Example:
-        >>> with LiveBytes() as live, torch.device("meta"):
-        ...     kept = torch.ones(1024).exp()
-        >>> live.now, live.peak
-        (4096, 8192)
-    """
+    """Counts the bytes of the tensors that operations inside have made, as long as these exist; `peak`: the most at once."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = self.largest = 0
+        self.now = self.peak = 0
         self._known: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -39,7 +27,7 @@ class LiveBytes(TorchDispatchMode):
             size = storage.nbytes()
             self._known[storage] = weakref.finalize(storage, self._freed, size)
             self.now += size
-            self.peak, self.largest = max(self.peak, self.now), max(self.largest, size)
+            self.peak = max(self.peak, self.now)
         return out
 
     def _freed(self, size: int) -> None:

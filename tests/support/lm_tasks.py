@@ -3,43 +3,30 @@
 import json
 import random
 
-#: One task of each kind of request, by its name: what its file says beside the data and the name.
+GENERATED = {"output_type": "generate_until", "doc_to_text": "{{context}}", "doc_to_target": "{{answer}}"}
+#: One task of each kind of request, by its name: what its file holds beside the data and the name, and its metrics.
 KINDS = {
-    "ring_likelihood": """
-output_type: loglikelihood
-doc_to_text: "{{context}}"
-doc_to_target: "{{answer}}"
-metric_list: [{metric: perplexity, aggregation: perplexity, higher_is_better: false}, {metric: acc}]
-""",
-    "ring_rolling": """
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{context}}"
-metric_list: [{metric: word_perplexity}, {metric: bits_per_byte}]
-""",
-    "ring_choice": """
-output_type: multiple_choice
-doc_to_text: "{{context}}"
-doc_to_target: "{{right}}"
-doc_to_choice: "{{choices}}"
-num_fewshot: 1
-fewshot_config: {sampler: first_n}
-metric_list: [{metric: acc}, {metric: acc_norm}]
-""",
-    "ring_generation": """
-output_type: generate_until
-doc_to_text: "{{context}}"
-doc_to_target: "{{answer}}"
-generation_kwargs: {until: ["~"], max_gen_toks: 12, do_sample: false}
-metric_list: [{metric: exact_match}]
-""",
-    "ring_beams": """
-output_type: generate_until
-doc_to_text: "{{context}}"
-doc_to_target: "{{answer}}"
-generation_kwargs: {until: ["~"], max_gen_toks: 8, do_sample: false, num_beams: 3}
-metric_list: [{metric: exact_match}]
-""",
+    "ring_likelihood": (
+        {"output_type": "loglikelihood", "doc_to_text": "{{context}}", "doc_to_target": "{{answer}}"},
+        [{"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}, {"metric": "acc"}],
+    ),
+    "ring_rolling": (
+        {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{context}}"},
+        [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+    ),
+    "ring_choice": (
+        {"output_type": "multiple_choice", "doc_to_text": "{{context}}", "doc_to_target": "{{right}}"}
+        | {"doc_to_choice": "{{choices}}", "num_fewshot": 1, "fewshot_config": {"sampler": "first_n"}},
+        [{"metric": "acc"}, {"metric": "acc_norm"}],
+    ),
+    "ring_generation": (
+        {**GENERATED, "generation_kwargs": {"until": ["~"], "max_gen_toks": 12, "do_sample": False}},
+        [{"metric": "exact_match"}],
+    ),
+    "ring_beams": (
+        {**GENERATED, "generation_kwargs": {"until": ["~"], "max_gen_toks": 8, "do_sample": False, "num_beams": 3}},
+        [{"metric": "exact_match"}],
+    ),
 }
 WORDS = "the a ring of keys sees far and near tokens while queries wait for their rows to come home again".split()
 
@@ -56,9 +43,8 @@ def write_tasks(folder, seed, documents=5, words=30):
         lines.append(json.dumps({**document, "right": rng.randrange(4)}))
     data = folder / "documents.jsonl"
     data.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    for name, kind in KINDS.items():
-        of_data = (
-            f"task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}}}\ntest_split: test\n"
-        )
-        (folder / f"{name}.yaml").write_text(of_data + kind, encoding="utf-8")
+    of_data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
+    for name, (kind, metrics) in KINDS.items():
+        task = {"task": name, **of_data, **kind, "metric_list": metrics}
+        (folder / f"{name}.yaml").write_text(json.dumps(task), encoding="utf-8")  # JSON is YAML
     return folder

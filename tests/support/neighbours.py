@@ -5,13 +5,8 @@ from peft import LoraConfig, get_peft_model
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf import model_call
-from tests.support.probe import (
-    GRADIENTS,
-    LOGITS,
-    errors,
-    over_ring,
-)
-from tests.support.ranks import run_simulated
+from tests.support.probe import GRADIENTS, LOGITS, errors, over_ring
+from tests.support.ranks import on_ranks
 from tests.support.tiny_models import draw, tiny_model
 from tests.support.tolerance import allowed, float64
 
@@ -59,21 +54,19 @@ def exact_and_bounds(run, make, *rows):
 def on_two_ranks(make, inputs, labels, pattern=None, use=lambda model: model):
     """`logits_and_gradients` of the model that each of two simulated ranks makes, patches and uses; of rank 0."""
 
-    def work(ring):
-        return over_ring(use(ra.patch_model(made[ring.rank], pattern, ring)), ring, inputs, labels)
+    def work(ring, model):
+        return over_ring(use(ra.patch_model(model, pattern, ring)), ring, inputs, labels)
 
-    made = [make() for _ in range(2)]
-    return run_simulated(work, 2)[0]
+    return on_ranks(work, make)[0]
 
 
 def with_lora(model):
     """LoRA on all projections, with weights that change the model."""
     lora = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
     generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in lora.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    for name, parameter in lora.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.3, generator=generator)
     return lora.eval()
 
 

@@ -8,24 +8,16 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.ranks import begin_as_a_program, forked, free_ports
+from tests.support.ranks import begin_as_a_program, forked, free_port
 
 
 @dataclass
 class Ended:
-    """What became of a program: the highest status of its ranks, and what each of them printed."""
+    """What became of a program: the highest status of its ranks, and all that they printed."""
 
     returncode: int
-    outputs: list
-    errors: list
-
-    @property
-    def stdout(self):
-        return "".join(self.outputs)
-
-    @property
-    def stderr(self):
-        return "".join(self.errors)
+    stdout: str
+    stderr: str
 
 
 def run_program(script, *arguments, processes=1, environment, timeout, folder=None):
@@ -34,7 +26,7 @@ def run_program(script, *arguments, processes=1, environment, timeout, folder=No
     Seconds of imports are saved: tests of the launchers themselves, and of what is imported, start Python anew.
     """
     if processes > 1:
-        environment = environment | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(*free_ports(1))}
+        environment = environment | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         environment |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     command = [str(script), *map(str, arguments)]
     with tempfile.TemporaryDirectory() as outputs:
@@ -53,13 +45,13 @@ def run_program(script, *arguments, processes=1, environment, timeout, folder=No
             for rank in ranks:
                 rank.kill()
                 rank.join()
-        out, err = ([_printed(f"{outputs}/{n}.{kind}") for n in range(processes)] for kind in ("out", "err"))
+        out, err = (_printed(Path(outputs), f"*.{kind}") for kind in ("out", "err"))
     return Ended(max(abs(rank.exitcode) for rank in ranks), out, err)
 
 
-def _printed(file):
-    """What a program has printed, without the lines in which gloo of torch 2.9 counts its connections."""
-    lines = Path(file).read_text().splitlines(keepends=True)
+def _printed(folder, files):
+    """All that ranks have printed, in their order, without the lines in which gloo of torch 2.9 counts its connections."""
+    lines = (line for file in sorted(folder.glob(files)) for line in file.read_text().splitlines(keepends=True))
     return "".join(line for line in lines if not line.startswith("[Gloo] "))
 
 

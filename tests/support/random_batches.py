@@ -10,6 +10,7 @@ Most cases compute in float64, also where Transformers asks for float32 (`tolera
 """
 
 import copy
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,7 +27,7 @@ from .random_cases import LET_PADDING_IN, NUMBERED_BY_MASK, OTHER_STEPS, SELF_NU
 from .random_rows import IGNORED
 from .ranks import run_simulated
 from .tiny_models import draw, tiny_config
-from .tolerance import EXACT, allowed, float64
+from .tolerance import EXACT, allowed, float64, gradients_distance
 
 REFUSALS = (ValueError, NotImplementedError)
 
@@ -74,22 +75,14 @@ def prepared(case: Case, model, ring):
         for layer, pattern in patterns.items():
             ra.patch_config(model.config, pattern, None if layer is None else [layer])
         ra.patch_model(model, ring=ring)
-    if case.before == "refused":
-        be_refused(model)
+    if case.before == "refused":  # a call with a square mask, which breaks off and must leave nothing behind
+        with torch.no_grad(), suppress(*REFUSALS):
+            model(input_ids=torch.full((1, 4), 5), attention_mask=torch.ones(1, 1, 4, 4), use_cache=False)
+            raise AssertionError("a square mask, which must be refused, was computed")
     model.train(case.train)
     if case.checkpointing is not None and model.supports_gradient_checkpointing:
         checkpoint_activations(model, {"use_reentrant": case.checkpointing})
     return model
-
-
-@torch.no_grad()
-def be_refused(model):
-    """A call that breaks off, and must leave nothing behind: a square mask."""
-    try:
-        model(input_ids=torch.full((1, 4), 5), attention_mask=torch.ones(1, 1, 4, 4), use_cache=False)
-    except REFUSALS:
-        return
-    raise AssertionError("what must be refused was computed")
 
 
 def gradients_of(model):
@@ -273,18 +266,18 @@ def found_on_ring(case: Case, models) -> Result | Refused:
     """
     world_size, settings = case.ring
     by_rank = run_simulated(lambda ring: result_of(case, models[ring.rank], ring), world_size, **settings)
-    refused = [isinstance(result, Refused) for result in by_rank]
-    assert all(refused) or not any(refused), f"only some ranks refuse: {by_rank}"
-    if refused[0]:
-        return by_rank[0]
+    first = by_rank[0]
+    assert len({type(result) for result in by_rank}) == 1, f"only some ranks refuse: {by_rank}"
+    if isinstance(first, Refused):
+        return first
     for result in by_rank[1:]:
-        for own, other in zip(by_rank[0].logits, result.logits, strict=True):
+        for own, other in zip(first.logits, result.logits, strict=True):
             assert torch.equal(own.nan_to_num(), other.nan_to_num()), "ranks differ"
-        assert result.loss == by_rank[0].loss, "ranks have other losses"
-        assert result.tokens is None or torch.equal(result.tokens, by_rank[0].tokens), "ranks generate other tokens"
+        assert result.loss == first.loss, "ranks have other losses"
+        assert result.tokens is None or torch.equal(result.tokens, first.tokens), "ranks generate other tokens"
     names = {name for result in by_rank for name in result.gradients}
     gradients = {n: sum(r.gradients[n] for r in by_rank if n in r.gradients) / world_size for n in names}
-    return Result(by_rank[0].logits, by_rank[0].loss, gradients, by_rank[0].tokens)
+    return replace(first, gradients=gradients)
 
 
 def train(case, model) -> Result:
@@ -356,10 +349,8 @@ TASKS = {"train": train, "perplexity": perplexity, "generate": generate}
 def errors(case: Case, found: Result, want: Result) -> dict[str, float]:
     """Of logits, loss and gradients, each relative to the largest entry.
 
-    Of gradients each parameter's own, or a hundredth of all's largest: some should be zero, such as of biases of keys, or
-    of all queries where each sees one key. In float32, where those are the difference of rounded numbers, all's largest.
+    In float32, where gradients that should be zero are the difference of rounded numbers, to the largest of all gradients.
     """
-    floor = 1e-2 if case.dtype == torch.float64 else 1.0
     worst = {"logits": 0.0}
     for batch, own, other in zip(case.batches, found.logits, want.logits, strict=True):
         if case.task == "train":
@@ -370,41 +361,26 @@ def errors(case: Case, found: Result, want: Result) -> dict[str, float]:
     worst["loss"] = abs(found.loss - want.loss) / (abs(want.loss) or 1.0)
     if found.tokens is not None:
         assert torch.equal(found.tokens, want.tokens), "other tokens are generated"
-    largest = max((float(gradient.abs().max()) for gradient in want.gradients.values()), default=0.0)
-    worst["gradients"] = 0.0
-    for name in sorted(found.gradients.keys() | want.gradients.keys()):
-        own, other = (gradients.get(name) for gradients in (found.gradients, want.gradients))
-        own, other = (torch.zeros(()) if gradient is None else gradient for gradient in (own, other))
-        scale = max(float(other.abs().max()), floor * largest) or 1.0
-        error = float((own - other).abs().max()) / scale
-        assert error == error, f"the gradient of {name} is no number"
-        worst["gradients"] = max(worst["gradients"], error)
+    zeros = dict.fromkeys(found.gradients.keys() | want.gradients.keys(), torch.zeros(()))
+    floor = 1e-2 if case.dtype == torch.float64 else 1.0
+    worst["gradients"] = gradients_distance(zeros | found.gradients, zeros | want.gradients, floor)
     return worst
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """`kind`: "equal", in float64; "rounded": in float32, as near as eager attention; "refused": with a message."""
-
-    case: Case
-    kind: str
-    message: str = ""
-
-
-def compared(case: Case, found: Result | Refused) -> Outcome:
-    """What is found against what is expected.
+def compared(case: Case, found: Result | Refused) -> str:
+    """What is found against what is expected: "equal", in float64; "rounded", as near as eager attention; or "refused".
 
     Raises:
         AssertionError: they differ, or a refusal that is not right.
     """
     if isinstance(found, Refused):
         assert case.refusable, f"refused: {found.message}"
-        return Outcome(case, "refused", found.message)
+        return "refused"
     want = expected(case, found, torch.float64)
     worst = errors(case, found, want)
     if case.dtype == torch.float64:
         assert all(error <= EXACT for error in worst.values()), f"errors {worst}, of {EXACT}"
-        return Outcome(case, "equal")
+        return "equal"
     bounds = {name: allowed(error) for name, error in errors(case, expected(case, found, torch.float32), want).items()}
     assert all(worst[name] <= bounds[name] for name in worst), f"errors {worst}, and eager attention allows {bounds}"
-    return Outcome(case, "rounded")
+    return "rounded"

@@ -1,7 +1,7 @@
 """Random cases of models, batches and rings: what `random_batches` computes, each from a number of its own."""
 
 import random
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -31,16 +31,8 @@ UNGROUPED = {
 FIXED_HEADS = {"diffllama", "helium", "mimo_v2_flash"}
 #: Types whose layers may be of either kind, in any order.
 MIXED_LAYERS = {
-    "cohere2",
-    "gemma2",
-    "gemma3_text",
-    "gpt_oss",
-    "modernbert-decoder",
-    "olmo3",
-    "qwen2",
-    "qwen3",
-    "smollm3",
-}
+    "cohere2", "gemma2", "gemma3_text", "gpt_oss", "modernbert-decoder", "olmo3", "qwen2", "qwen3", "smollm3",
+}  # fmt: skip
 #: Types with layers of chunks, which Transformers counts from the first token of a row, and this package from a document's.
 CHUNKED = {"llama4", "llama4_text"}
 #: Types whose window, if any, is that of all layers.
@@ -127,6 +119,8 @@ class Case:
         """Whether a refusal is right; every other case has to be computed."""
         ranks = 1 if self.ring is None else self.ring[0]
         told = any(batch.apart for batch in self.batches)
+        config = tiny_config(self.model_type, **self.changes).get_text_config()
+        windows = getattr(config, "sliding_window", None) is not None or self.model_type in CHUNKED
         return (
             (ranks > 1 and not SUPPORTED[self.model_type].ring)
             # Padding inside of documents, and positions that mean one document or several, as the model has it.
@@ -142,30 +136,14 @@ class Case:
             or (self.model_type in READY_MADE and told)
             # A cache whose keys are rotated as those of shorter rows are, or that has dropped what a pattern sees.
             or ("rope_parameters" in self.changes and self.prefilled)
-            or (self.task == "generate" and bool(self.patterns) and self.has_windows)
+            or (self.task == "generate" and bool(self.patterns) and windows)
         )
-
-    @property
-    def has_windows(self) -> bool:
-        config = tiny_config(self.model_type, **self.changes).get_text_config()
-        return getattr(config, "sliding_window", None) is not None or self.model_type in CHUNKED
 
     @property
     def before_question(self) -> int:
         """How many tokens of a row are prefilled."""
         length = self.batches[0].shape[1]
         return length - min(self.generated[1], length - 1)
-
-    def __str__(self):
-        lines = [
-            f"  {f.name}: {getattr(self, f.name)}" for f in fields(self) if f.name not in ("batches", "seed", "embeds")
-        ]
-        for batch in self.batches:
-            lines.append(f"  batch: {batch.name} {batch.shape}, documents {batch.documents}")
-            lines += [
-                f"    {name}: {x.tolist() if isinstance(x, torch.Tensor) else x}" for name, x in batch.inputs.items()
-            ]
-        return "\n".join(lines)
 
 
 # ---- drawing
@@ -177,7 +155,11 @@ def draw_case(seed: int) -> Case:
     task = rng.choices(["train", "generate", "perplexity"], [8, 1, 1])[0]
     task = "train" if task == "generate" and model_type in CACHELESS else task
     changes = random_changes(rng, model_type, task)
-    batches = random_batches(rng, model_type, task, by_length="rope_parameters" in changes)
+    by_length, first = "rope_parameters" in changes, first_of(model_type)
+    batches = (random_rows(rng),)
+    if task == "train":
+        count = 1 if by_length else rng.choice([1, 1, 2])
+        batches = tuple(random_batch(rng, first, by_length) for _ in range(count))
     ring = random_ring(rng, model_type, changes)
     patched = ring is not None or rng.random() < 0.6
     if model_type in CHUNKED and any(batch.as_eager for batch in batches):
@@ -185,6 +167,7 @@ def draw_case(seed: int) -> Case:
     prefilled = task == "generate" and patched and rng.random() < (0.3 if ring is None else 0.7)
     patterns = random_patterns(rng, model_type, task, changes, batches) if patched else {}
     embeds = random_embeddings(rng, seed, model_type, task, batches)
+    how = random_generation(rng, model_type, batches, patterns, prefilled)
     return Case(
         seed=seed,
         task=task,
@@ -197,11 +180,7 @@ def draw_case(seed: int) -> Case:
         prefilled=prefilled,
         patterns=patterns,
         embeds=embeds,
-        generated=(
-            rng.randint(1, 5),
-            rng.randint(1, 3),
-            random_generation(rng, model_type, batches, patterns, prefilled),
-        ),
+        generated=(rng.randint(1, 5), rng.randint(1, 3), how),
         before=rng.choice(["", "", "patched", "refused"]) if patched else "",
         **random_training(rng, model_type, task, batches, ring, embeds is not None),
     )
@@ -221,13 +200,6 @@ def random_ring(rng, model_type, changes):
         if world_size % size == 0 and heads_fit(*heads, size)
     ]
     return world_size, {"layout": layout, **rng.choice(ways)}
-
-
-def random_batches(rng, model_type, task, by_length):
-    if task != "train":
-        return (random_rows(rng),)
-    count = 1 if by_length else rng.choice([1, 1, 2])
-    return tuple(random_batch(rng, first_of(model_type), by_length) for _ in range(count))
 
 
 def random_patterns(rng, model_type, task, changes, batches):

@@ -7,15 +7,9 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import torch
-from tokenizers import Tokenizer, models
-from torch.utils.data import default_collate
-from transformers import (
-    DataCollatorForLanguageModeling,
-    DataCollatorForSeq2Seq,
-    DataCollatorWithFlattening,
-    PreTrainedTokenizerFast,
-)
+from transformers import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, DataCollatorWithFlattening
 
+from .checkpoints import word_tokenizer
 from .tiny_models import POSITIONS, VOCAB
 from .training import padded
 
@@ -61,8 +55,7 @@ class Batch:
 
     def targets(self):
         """[B, n] of each token the label of the next one of its document."""
-        labels = self.inputs["labels"]
-        targets = torch.full(self.shape, IGNORED)
+        labels, targets = self.inputs["labels"], torch.full(self.shape, IGNORED)
         for row, start, stop in self.spans():
             targets[row, start : stop - 1] = labels[row, start + 1 : stop]
         return targets
@@ -107,22 +100,19 @@ def random_batch(rng: random.Random, first: int = 0, rows_only: bool = False) ->
 
 def random_documents(rng, kind):
     longest = rng.choice([3, 8, 16, 24])
-    count = rng.randint(1, 5 if kind.packs else 3)
-    length = rng.randint(1, longest)
-    lengths = [length if kind.equal else rng.randint(1, longest) for _ in range(count)]
-    style = rng.choice(kind.styles)
-    return [random_document(rng, length, style) for length in lengths]
+    lengths = [rng.randint(1, longest) for _ in range(rng.randint(1, 5 if kind.packs else 3))]
+    lengths = lengths[:1] * len(lengths) if kind.equal else lengths
+    with_prompts = rng.choice(kind.styles) == "labels"
+    return [random_document(rng, length, with_prompts) for length in lengths]
 
 
-def random_document(rng, length, style):
-    """`style`: how the document says which tokens it has, and which of them are learned."""
-    ids = [rng.randrange(3, VOCAB) for _ in range(length)]
-    labels, prompt = list(ids), rng.randint(0, length)
-    features = {"input_ids": ids}
-    if style == "labels":
-        labels[:prompt] = [IGNORED] * prompt
-        features["labels"] = labels
-    return Document(tuple(ids), tuple(labels), features)
+def random_document(rng, length, with_prompts):
+    """One of random tokens; `with_prompts`, its labels say which of them are learned."""
+    ids, prompt = tuple(rng.randrange(3, VOCAB) for _ in range(length)), rng.randint(0, length)
+    if not with_prompts:
+        return Document(ids, ids, {"input_ids": [*ids]})
+    labels = (IGNORED,) * prompt + ids[prompt:]
+    return Document(ids, labels, {"input_ids": [*ids], "labels": [*labels]})
 
 
 # ---- what makes batches
@@ -167,31 +157,32 @@ def flattening(rng, documents, first):
     told = rng.choice([(1, 0, 0), (1, 1, 0), (1, 0, 1), (1, 1, 1), (0, 1, 0), (0, 0, 1), (0, 1, 1)])
     names = ("return_position_ids", "return_flash_attn_kwargs", "return_seq_idx")
     settings = {name: bool(flag) for name, flag in zip(names, told)}
-    if "position_ids_start" in settings_of(DataCollatorWithFlattening):
+    if "position_ids_start" in inspect.signature(DataCollatorWithFlattening).parameters:
         settings["position_ids_start"] = first
     elif first:  # Its positions would begin at 0.
         settings |= {"return_position_ids": False, "return_flash_attn_kwargs": True}
     return DataCollatorWithFlattening(**settings)(features(documents)), str(settings)
 
 
-@made(1, styles=("plain",))
-def language_modeling(rng, documents, first):
+def padding(rng, documents, collator, **settings):
     side, multiple = rng.choice(["left", "right"]), rng.choice([None, 4])
-    collator = DataCollatorForLanguageModeling(tokenizer(side), mlm=False, pad_to_multiple_of=multiple)
-    return dict(collator(features(documents))), f"{side} {multiple}"
+    batch = collator(tokenizer(side), pad_to_multiple_of=multiple, **settings)(features(documents))
+    return dict(batch), f"{side} {multiple}"
+
+
+@made(1)
+def language_modeling(rng, documents, first):
+    return padding(rng, documents, DataCollatorForLanguageModeling, mlm=False)
 
 
 @made(2, styles=("labels",))
 def seq2seq(rng, documents, first):
-    side, multiple = rng.choice(["left", "right"]), rng.choice([None, 4])
-    collator = DataCollatorForSeq2Seq(tokenizer(side), pad_to_multiple_of=multiple)
-    return dict(collator(features(documents))), f"{side} {multiple}"
+    return padding(rng, documents, DataCollatorForSeq2Seq)
 
 
 @made(2, equal=True)
 def default(rng, documents, first):
-    rows = [{"input_ids": torch.tensor(d.ids), "labels": torch.tensor(d.labels)} for d in documents]
-    return default_collate(rows), ""
+    return rows_of(documents, "right", ("input_ids", "labels")), ""
 
 
 @made(2, styles=("plain", "labels"), needs="trl")
@@ -199,13 +190,9 @@ def trl_padding(rng, documents, first):
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
     settings = {"return_position_ids": first == 0 and rng.random() < 0.5, "pad_to_multiple_of": rng.choice([None, 8])}
-    settings = {name: value for name, value in settings.items() if name in settings_of(DataCollatorForLanguageModeling)}
+    known = inspect.signature(DataCollatorForLanguageModeling).parameters  # Earlier releases have fewer.
+    settings = {name: value for name, value in settings.items() if name in known}
     return DataCollatorForLanguageModeling(PAD, **settings)(features(documents)), str(settings)
-
-
-def settings_of(collator):
-    """The names of the settings of a class, of which earlier releases have fewer."""
-    return {*inspect.signature(collator).parameters}
 
 
 @made(3, styles=("plain", "labels"), packs=True, needs="trl")
@@ -271,9 +258,9 @@ def gaps(rng, documents, first):
     """Positions that leave some out, or begin late, as pruned prompts do; under a mask, which says that it is one document."""
     batch = rows_of(documents, "right")
     step = torch.ones_like(batch["input_ids"])
-    for row in range(len(step)):
+    for row in step:
         for _ in range(rng.randint(0, 3)):
-            step[row, rng.randrange(step.shape[1])] = rng.randint(2, 9)
+            row[rng.randrange(len(row))] = rng.randint(2, 9)
     batch["position_ids"] = (first + step.cumsum(-1) - rng.choice([0, 1])).clamp_max(POSITIONS - 2)
     return batch, ""
 
@@ -314,18 +301,16 @@ def joined(documents):
     return Document(sum((d.ids for d in documents), ()), sum((d.labels for d in documents), ()), {})
 
 
-def rows_of(documents, side):
+def rows_of(documents, side, names=("input_ids", "labels", "attention_mask")):
     """Documents as rows, padded on a side."""
-    rows = [{"input_ids": document.ids, "labels": document.labels} for document in documents]
-    return padded(rows, left=side == "left")
+    rows = padded([{"input_ids": document.ids, "labels": document.labels} for document in documents], side == "left")
+    return {name: rows[name] for name in names}
 
 
 @cache
 def tokenizer(side):
-    words = {"<pad>": PAD, **{f"w{number}": number for number in range(1, VOCAB)}}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, "w1")), pad_token="<pad>", padding_side=side
-    )
+    words = ["<pad>", *(f"w{number}" for number in range(1, VOCAB))]
+    return word_tokenizer(words, pad_token=words[PAD], padding_side=side)
 
 
 # ---- what batches tell
@@ -344,29 +329,27 @@ def told_documents(batch: dict, first: int) -> list[list[tuple[int, int]]]:
         numbers = torch.zeros(1, length, dtype=torch.int64)
         for end in batch["cu_seq_lens_q"].tolist()[1:-1]:
             numbers[:, end:] += 1
+
+    def begins(row, index):
+        if index == 0 or (mask is not None and mask[row, index - 1] == 0):
+            return True
+        if numbers is not None:
+            return bool(numbers[row, index] != numbers[row, index - 1])
+        if positions is None:
+            return False
+        before, after = positions[row % len(positions), index - 1 : index + 1].tolist()
+        return after != before + 1 if mask is None else after < before or after == before == first
+
     rows = []
     for row in range(size):
-        borders = []
-        for index in range(length):
-            if index == 0:
-                borders.append(True)
-            elif numbers is not None:
-                borders.append(bool(numbers[row, index] != numbers[row, index - 1]))
-            elif positions is not None:
-                before, after = positions[row % len(positions), index - 1 : index + 1].tolist()
-                restarts = after < before or after == before == first
-                borders.append(after != before + 1 if mask is None else restarts)
-            else:
-                borders.append(False)
-        valid = [mask is None or bool(mask[row, index] != 0) for index in range(length)]
         runs = []
         for index in range(length):
-            if not valid[index]:
+            if mask is not None and mask[row, index] == 0:
                 continue
-            if borders[index] or not valid[index - 1]:
-                runs.append([index, index])
-            runs[-1][1] = index + 1
-        rows.append([tuple(run) for run in runs])
+            if begins(row, index):
+                runs.append((index, index))
+            runs[-1] = runs[-1][0], index + 1
+        rows.append(runs)
     return rows
 
 

@@ -37,11 +37,16 @@ CONTEXT.set_forkserver_preload([PRELOADED])
 
 def forked(target, *args):
     """A process that runs target(*args) once it is started."""
-    # The server that forks looks for modules in the current folder, which a test may have changed, and passes over what it
-    # does not find there: each process would then import it anew.
+    start_server()
+    return CONTEXT.Process(target=_run_preloaded, args=(target, *args))
+
+
+def start_server():
+    """Starts the server that forks, if it does not run yet: whoever forks first decides what all processes find imported."""
+    # It looks for modules in the current folder, which a test may have changed, and passes over what it does not find
+    # there: each process would then import it anew.
     with contextlib.chdir(Path(__file__).parents[2]):
         forkserver.ensure_running()
-    return CONTEXT.Process(target=_run_preloaded, args=(target, *args))
 
 
 def _run_preloaded(target, *args):
@@ -137,16 +142,13 @@ def on_ranks(work, make, world_size=2, **settings):
     return run_simulated(lambda ring: work(ring, ra.patch_model(models[ring.rank], ring=ring)), world_size, **settings)
 
 
-def free_ports(count):
-    """Ports at which nobody listens, below those that the system gives to connections, which it could give away meanwhile."""
-    ports, any_of = [], random.SystemRandom()  # whichever: nothing that is computed depends on it
-    with contextlib.ExitStack() as stack:
-        while len(ports) < count:
-            free = stack.enter_context(socket.socket())
-            with contextlib.suppress(OSError):
-                free.bind(("127.0.0.1", any_of.randrange(10000, 32000)))
-                ports.append(free.getsockname()[1])
-    return ports
+def free_port():
+    """A port at which nobody listens, below those that the system gives to connections, which it could give away meanwhile."""
+    any_of = random.SystemRandom()  # whichever: nothing that is computed depends on it
+    while True:
+        with contextlib.suppress(OSError), socket.socket() as free:
+            free.bind(("127.0.0.1", any_of.randrange(10000, 32000)))
+            return free.getsockname()[1]
 
 
 def begin_as_a_program():

@@ -140,7 +140,7 @@ def _run_here(recipe, arguments):
         except Exception:
             status = 1
             traceback.print_exc(file=err)
-    return Ended(status, [out.getvalue()], [err.getvalue()])
+    return Ended(status, out.getvalue(), err.getvalue())
 
 
 def run(recipe, *arguments, **options):

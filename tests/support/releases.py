@@ -1,6 +1,7 @@
 """Which releases of other libraries are installed: what came with a later one is not tested, and the reason names it."""
 
-from importlib.metadata import version
+import functools
+import importlib.metadata
 
 import pytest
 from packaging.version import Version
@@ -10,6 +11,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from hf_ring_attention.compute.private import calls_the_interface
 from hf_ring_attention.hf.cache import cache_argument
 from hf_ring_attention.hf.hybrid_types import MIXERS, MIXERS_SINCE
+
+version = functools.cache(importlib.metadata.version)  # which reads a file, for hundreds of tests
 
 
 def at_least(package, release):

@@ -29,7 +29,7 @@ def save_with_code(folder, monkeypatch):
     save_tiny_checkpoint(folder / "model", hidden_size=32, intermediate_size=64, max_position_embeddings=512)
     (folder / "model" / "own.py").write_text(CODE.format(marker=str(marker)))
     file = folder / "model" / "config.json"
-    config = json.loads(file.read_text()) | {"model_type": "own_llama", "architectures": ["OwnForCausalLM"]}
-    config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
-    file.write_text(json.dumps(config))
+    classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    own = {"model_type": "own_llama", "architectures": ["OwnForCausalLM"], "auto_map": classes}
+    file.write_text(json.dumps(json.loads(file.read_text()) | own))
     return marker

@@ -24,7 +24,7 @@ WORLD_SIZES = (1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8)  # Large ones take more time eac
 PLANNED = {"ring": ring_traffic, "collective": collective_traffic, "heads": heads_traffic}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RingCase:
     """Calls of a simulated ring.
 
@@ -98,26 +98,15 @@ def draw_ring_case(seed: int) -> RingCase:
     pieces = None
     if rng.random() < 0.15:
         pieces = tuple(random_pieces(rng, case.seq_len, world_size, case.batch) for _ in calls)
-    return RingCase(
-        calls=calls,
-        world_size=world_size,
-        ring=ring,
-        settings=settings,
-        pieces=pieces,
-        checkpointing=rng.random() < 0.25,
-    )
+    return RingCase(calls, world_size, ring, settings, pieces, checkpointing=rng.random() < 0.25)
 
 
 def random_settings(rng):
     """The usual ones; or head groups however small they are, and rows that go both ways more or less readily."""
     if rng.random() < 0.5:
         return RingSettings()
-    return RingSettings(
-        large_payload=10**9,
-        rows_of_a_head_group=rng.choice([1, 20]),
-        head_groups=rng.randint(1, 8),
-        both_ways_below=rng.choice([0, 0.75, 2]),
-    )
+    groups = {"rows_of_a_head_group": rng.choice([1, 20]), "head_groups": rng.randint(1, 8)}
+    return RingSettings(large_payload=10**9, both_ways_below=rng.choice([0, 0.75, 2]), **groups)
 
 
 def other_call(rng, case):

@@ -5,11 +5,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 import hf_ring_attention as ra
-from tests.support.training import process_environment
+from tests.support import checkpoints
+from tests.support.training import PLAIN_STEPS, process_environment
 
 WORDS = 90
 PATTERN = "window:12+2"
@@ -17,44 +16,25 @@ PATTERN = "window:12+2"
 
 def word_tokenizer():
     """A tokenizer of words w0 to w89, with tokens for padding and for the end of a text."""
-    vocabulary = {f"w{number}": number for number in range(WORDS)} | {"<pad>": WORDS, "<eos>": WORDS + 1}
-    words = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", bos_token="w1")
-
-
-def text(generator, shortest, longest):
-    count = int(torch.randint(shortest, longest + 1, (), generator=generator))
-    return " ".join(f"w{int(x)}" for x in torch.randint(2, WORDS, (count,), generator=generator))
+    words = [*(f"w{number}" for number in range(WORDS)), "<pad>", "<eos>"]
+    return checkpoints.word_tokenizer(words, pad_token="<pad>", eos_token="<eos>", bos_token="w1")
 
 
 def texts(count, *columns, shortest=9, longest=30, seed=0):
     """A data set of so many rows, with texts of random words in the columns."""
     generator = torch.Generator().manual_seed(seed)
-    rows = [{name: text(generator, shortest, longest) for name in columns} for _ in range(count)]
-    return Dataset.from_list(rows)
+
+    def text():
+        length = int(torch.randint(shortest, longest + 1, (), generator=generator))
+        return " ".join(f"w{int(x)}" for x in torch.randint(2, WORDS, (length,), generator=generator))
+
+    return Dataset.from_list([{name: text() for name in columns} for _ in range(count)])
 
 
 def settings(folder, steps=3, batch_size=2, **changes):
     """The arguments that all these Trainers share."""
-    return {
-        "output_dir": folder,
-        "per_device_train_batch_size": batch_size,
-        "per_device_eval_batch_size": batch_size,
-        "max_steps": steps,
-        "use_cpu": True,
-        "report_to": [],
-        "disable_tqdm": True,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "optim": "sgd",
-        "learning_rate": 1e-2,
-        "max_grad_norm": 1e9,
-        "lr_scheduler_type": "constant",
-        "seed": 3,
-        "bf16": False,
-        **changes,
-    }
+    sizes = dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), batch_size)
+    return {**PLAIN_STEPS, "output_dir": folder, "max_steps": steps, "seed": 3, "bf16": False, **sizes, **changes}
 
 
 def weights(model):

@@ -1,6 +1,6 @@
 """Runs a function in several threads at once, and undoes what such threads leave behind."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -9,21 +9,8 @@ from tests.support.tolerance import float64
 
 def in_threads(work, count):
     """Calls work(number) in `count` threads, in float64; raises the first error of any of them."""
-    errors = []
-
-    def caught(number):
-        try:
-            work(number)
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=float64()(caught), args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(count) as threads:
+        list(threads.map(float64()(work), range(count)))
 
 
 def forget_modes(monkeypatch):

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_ring_attention.cli.checks.tiny_models import *  # noqa: F403
-from hf_ring_attention.cli.checks.tiny_models import EXPERTS, HEADS, VOCAB, WIDTH, model_with_large_weights, tiny
+from hf_ring_attention.cli.checks.tiny_models import EXPERTS, HEADS, VOCAB, WIDTH, draw, model_with_large_weights, tiny
 
 CAUSAL_TYPES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 
@@ -40,10 +39,8 @@ _QWEN4_EXP = {
 _CHANGES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},  # The default has no attention.
     "blt": {
-        "encoder_hash_byte_group_size": [3],
-        "encoder_hash_byte_group_vocab": VOCAB,
-        "encoder_config": {"hidden_size_global": WIDTH},
-        "decoder_config": {"hidden_size_global": WIDTH},
+        "encoder_hash_byte_group_size": [3], "encoder_hash_byte_group_vocab": VOCAB,
+        "encoder_config": {"hidden_size_global": WIDTH}, "decoder_config": {"hidden_size_global": WIDTH},
     },
     "cohere_compass_text": {  # the default has no rotary embedding
         "layer_types": ["sliding_attention", "full_attention"],
@@ -52,9 +49,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
             "full_attention": None,
         },
     },
-    "dbrx": {
-        "attn_config": {"clip_qkv": 8.0, "rope_theta": 10000.0},
-    },
+    "dbrx": {"attn_config": {"clip_qkv": 8.0, "rope_theta": 10000.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "deepseek_v4": {  # several compressed keys among a few tokens, not all of them selected
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}, "index_topk": 3,
@@ -72,9 +67,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     },
     "dots3_note_text": _DOTS3_NOTE,
     "gemma3n_text": {
-        **_PER_LAYER_INPUTS,
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        **_PER_LAYER_INPUTS, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
         "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
         "num_kv_shared_layers": 2,  # the last layers take the keys of the first
     },
@@ -90,9 +83,9 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8},
     "phi4_multimodal": {
-        "audio_config": {
-            "ext_pw_out_channel": WIDTH, "depthwise_separable_out_channel": WIDTH, "nemo_conv_channels": WIDTH,
-        },
+        "audio_config": dict.fromkeys(
+            ("ext_pw_out_channel", "depthwise_separable_out_channel", "nemo_conv_channels"), WIDTH
+        ),
     },
     "qwen4_exp": {"text_config": _QWEN4_EXP},
     "qwen4_exp_text": _QWEN4_EXP,
@@ -128,12 +121,6 @@ def tiny_model(model_type: str, attn_implementation: str, **changes: Any) -> Pre
 
 
 def with_large_weights(model):
-    """The model with the same weights at every call, so large that attention is far from uniform; a wrong key then shows."""
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.2, generator=generator)
-            elif name.endswith("bias"):
-                parameter.normal_(std=0.1, generator=generator)
+    """The model with large weights, as `tiny_model` has them."""
+    draw(model)
     return model

@@ -116,6 +116,17 @@ def largest(errors: Iterable[float]) -> float:
     return float(torch.tensor(list(errors)).max())
 
 
+def gradients_distance(found, expected, floor=1e-2):
+    """The largest of the distances of gradients by name, each relative to its own largest entry.
+
+    Some gradients should be zero, such as those of the biases of keys, or of all queries if each sees one key: they count
+    relative to the `floor`, a share of the largest entry of all gradients.
+    """
+    least = max((floor * float(x.abs().max()) for x in expected.values()), default=0.0) or 1.0
+    errors = ((found[n] - x).abs().max() / x.abs().max().clamp_min(least) for n, x in expected.items())
+    return largest([0.0, *map(float, errors)])
+
+
 def assert_exact(found, expected, what="they"):
     """Of computations in float64: their distance is within `EXACT`."""
     assert found.dtype == expected.dtype == torch.float64, f"{what}: computed in {found.dtype} and {expected.dtype}"

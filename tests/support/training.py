@@ -1,5 +1,6 @@
 """Small training runs, on one process or on several ranks, and what must be equal between them."""
 
+import itertools
 import os
 
 import torch
@@ -19,6 +20,9 @@ SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embe
 CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")[
     hasattr(TrainingArguments, "activation_checkpointing")
 ]
+#: Arguments of a Trainer: plain steps on the CPU, whose figures are logged.
+PLAIN_STEPS = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "logging_steps": 1, "save_strategy": "no"}
+PLAIN_STEPS |= {"optim": "sgd", "learning_rate": 1e-2, "lr_scheduler_type": "constant", "max_grad_norm": 1e9}
 PATTERN = ra.Pattern.pyramid(8, levels=2, ratio=2, sinks=2)
 
 
@@ -41,10 +45,8 @@ def documents(count, shortest, longest, seed, prompt=0):
     rows = []
     for _ in range(count):
         length = int(torch.randint(shortest, longest + 1, (), generator=generator))
-        ids = torch.randint(1, 97, (length,), generator=generator)
-        labels = ids.clone()
-        labels[:prompt] = -100
-        rows.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
+        ids = torch.randint(1, 97, (length,), generator=generator).tolist()
+        rows.append({"input_ids": ids, "labels": [-100] * min(prompt, length) + ids[prompt:]})
     return rows
 
 
@@ -61,11 +63,13 @@ def process_environment(rank, world_size):
 
 def figures_of(model, losses, norms):
     """What a run is compared by, from whole parameters."""
-    parameters = {}
-    for name, parameter in model.named_parameters():
-        x = parameter.detach()
-        parameters[name] = (x.full_tensor() if hasattr(x, "full_tensor") else x).clone()
+    parameters = {name: whole(parameter.detach()).clone() for name, parameter in model.named_parameters()}
     return {"losses": losses, "norms": norms, "parameters": parameters}
+
+
+def whole(x):
+    """The tensor itself, which FSDP 2 divides among processes."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 FILLS = {"input_ids": 0, "labels": -100, "attention_mask": 0}
@@ -85,30 +89,26 @@ def padded(rows, left=False):
 
 def packed(rows, length):
     """Rows of so many tokens, of documents that follow each other, with positions that count each."""
-    found, waiting = [], list(rows)
-    while waiting:
-        row, room = {"input_ids": [], "labels": [], "position_ids": [], "attention_mask": []}, length
-        while waiting and len(waiting[0]["input_ids"]) <= room:
-            document = waiting.pop(0)
-            count = len(document["input_ids"])
-            row["input_ids"] += document["input_ids"]
-            row["labels"] += [-100, *document["labels"][1:]]
-            row["position_ids"] += [*range(count)]
-            row["attention_mask"] += [1] * count
-            room -= count
-        fills = {**FILLS, "position_ids": 0}
-        found.append({name: [*column, *[fills[name]] * room] for name, column in row.items()})
-    return found
+    found, room = [], 0
+    for document in rows:
+        count = len(document["input_ids"])
+        if count > room:
+            found.append({"input_ids": [], "labels": [], "position_ids": [], "attention_mask": []})
+            room = length
+        room -= count
+        found[-1]["input_ids"] += document["input_ids"]
+        found[-1]["labels"] += [-100, *document["labels"][1:]]
+        found[-1]["position_ids"] += range(count)
+        found[-1]["attention_mask"] += [1] * count
+    fills = {**FILLS, "position_ids": 0}
+    return [{name: x + [fills[name]] * (length - len(x)) for name, x in row.items()} for row in found]
 
 
 def loop(
     rank,
     *,
-    ring_size=1,
-    transport="auto",
-    heads=None,
-    layout="auto",
     rows,
+    ring_size=1,
     collator=padded,
     batch_size=1,
     steps=3,
@@ -122,6 +122,7 @@ def loop(
     sharded_loader=False,
     workers=0,
     decay=False,
+    **ring_settings,
 ):
     """An Accelerate program as its users write it; `wrap` holds the parameters of the model, a `tiny_llama` without one.
 
@@ -135,7 +136,7 @@ def loop(
     # The losses are not scaled by the number of accumulated batches.
     order = DataLoaderConfiguration(use_seedable_sampler=True)
     accelerator = Accelerator(gradient_accumulation_steps=accumulate, dataloader_config=order)
-    ring = ra.Ring.from_accelerator(accelerator, size=ring_size, layout=layout, transport=transport, heads=heads)
+    ring = ra.Ring.from_accelerator(accelerator, size=ring_size, **ring_settings)
     model = tiny_llama(pattern) if model is None else model
     ra.patch_model(model, ring=ring)
     if checkpointing:
@@ -159,15 +160,9 @@ def loop(
         model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
     model.train()
     losses, norms = [], []
-    batches = iter(loader)
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))  # epochs without end
     for _ in range(steps):
-        of_step = []
-        for _ in range(accumulate):
-            batch = next(batches, None)
-            if batch is None:
-                batches = iter(loader)
-                batch = next(batches)
-            of_step.append(batch)
+        of_step = list(itertools.islice(batches, accumulate))
         labels = sum((batch["labels"][:, 1:] != -100).sum() for batch in of_step)
         items = accelerator.reduce(labels, "sum")
         total = 0
@@ -188,7 +183,7 @@ def loop(
         schedule.step()
         optimizer.zero_grad()
         losses.append(float(accelerator.reduce(total, "sum")))
-        norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+        norms.append(float(whole(norm)))
     return figures_of(accelerator.unwrap_model(model), losses, norms)
 
 
@@ -214,58 +209,33 @@ def trainer(
     rank,
     folder,
     *,
-    ring_size=1,
-    transport="auto",
-    heads=None,
-    layout="auto",
     rows,
+    ring_size=1,
     collator=padded,
     eval_rows=None,
     batch_size=1,
     steps=3,
     accumulate=1,
     checkpointing=False,
-    trainer_class=None,
+    trainer_class=ra.RingTrainer,
     resume=None,
     model=None,
     **arguments,
 ):
     """The same run by a `RingTrainer`; the Trainer comes with its figures."""
     process_environment(rank, dist.get_world_size() if dist.is_initialized() else 1)
-    args = ra.RingTrainingArguments(
-        str(folder),
-        **{
-            "ring_size": ring_size,
-            "ring_transport": transport,
-            "ring_heads": heads,
-            "ring_layout": layout,
-            "per_device_train_batch_size": batch_size,
-            "per_device_eval_batch_size": batch_size,
-            "max_steps": steps,
-            "gradient_accumulation_steps": accumulate,
-            CHECKPOINTING: checkpointing,
-            "use_cpu": True,
-            "report_to": [],
-            "disable_tqdm": True,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "optim": "sgd",
-            "optim_args": "momentum=0.9",
-            "learning_rate": 1e-2,
-            "lr_scheduler_type": "constant",
-            "max_grad_norm": 1e9,
-            "seed": 1,
-            **arguments,
-        },
-    )
+    arguments = {
+        f"ring_{name}" if name in ("transport", "heads", "layout") else name: x for name, x in arguments.items()
+    }
+    sizes = dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), batch_size)
+    sizes |= {"ring_size": ring_size, "max_steps": steps, "gradient_accumulation_steps": accumulate}
+    momentum = {"optim_args": "momentum=0.9", CHECKPOINTING: checkpointing, "seed": 1}
+    args = ra.RingTrainingArguments(str(folder), **{**PLAIN_STEPS, **sizes, **momentum, **arguments})
     model = tiny_llama() if model is None else model
-    made = (trainer_class or ra.RingTrainer)(
-        model, args, train_dataset=rows, eval_dataset=eval_rows, data_collator=collator
-    )
+    made = trainer_class(model, args, train_dataset=rows, eval_dataset=eval_rows, data_collator=collator)
     made.train(resume_from_checkpoint=resume)
     steps = [entry for entry in made.state.log_history if "loss" in entry]
-    losses = [entry["loss"] for entry in steps]
-    return figures_of(model, losses, [entry["grad_norm"] for entry in steps]), made
+    return figures_of(model, [entry["loss"] for entry in steps], [entry["grad_norm"] for entry in steps]), made
 
 
 def bounds_of(nudged, run):
