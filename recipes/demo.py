@@ -11,7 +11,7 @@
 
 It writes every figure to demo/demo.json; pictures to demo/patterns.png (who attends to whom), demo/quality.png (perplexity
 against FLOPs), demo/losses.png (loss along the text) and demo/retrieval.png (pass keys); and from part 6
-demo/calibration.json, which other recipes take as --pattern, with its picture demo/layers.png.
+demo/calibrated, whose calibration.json other recipes take as --pattern, with its picture demo/layers.png.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -55,7 +54,7 @@ def say(text: str) -> None:
 
 def run(*program: str, processes: int = 1) -> dict[str, Any] | list[dict[str, Any]]:
     """Runs a recipe, with `accelerate launch` if `processes` share its rows, and returns the figures of its --json."""
-    environment, command = dict(os.environ), [sys.executable]
+    environment, command = os.environ | {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}, [sys.executable]
     if processes > 1:
         if torch.cuda.device_count() < processes:
             environment["ACCELERATE_USE_CPU"] = "true"
@@ -69,10 +68,9 @@ def run(*program: str, processes: int = 1) -> dict[str, Any] | list[dict[str, An
         return json.loads(figures.read_text())
 
 
-def draw(*words: str, output: Path) -> None:
-    """Draws a picture by the command line."""
-    command = [sys.executable, "-m", "hf_ring_attention", "plot", *words, "--output", str(output)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+def command(*words: str, **options: Any) -> None:
+    """Runs a command of the command line."""
+    subprocess.run([sys.executable, "-m", "hf_ring_attention", *words], check=True, **options)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -128,9 +126,9 @@ class Demo:
             "computes the same attention, so the perplexities agree to rounding.",
         )
         tokenizer, model = common.load_tokenizer(), common.load_model()
-        self.ids = common.tokenize(tokenizer, documents.whole_text(documents.Sources()), tokens)
+        ids = common.tokenize(tokenizer, documents.whole_text(documents.Sources()), tokens)
         print("perplexity    FLOPs       time  pattern")
-        (exact,) = rows = list(perplexity.measure(model, self.ids, ["exact"]))
+        (exact,) = rows = list(perplexity.measure(model, ids, ["exact"]))
         print(perplexity.line(exact), flush=True)
         words = ("perplexity.py", "--tokens", str(tokens), "--patterns", "exact")
         two = run(*words, processes=2)["figures"][0]
@@ -142,16 +140,16 @@ class Demo:
             "The same text with patterns that leave most of attention out. The model was not trained for them, and a "
             "window with sinks costs it little. A row as short as this saves no time; part 1 shows a long one.",
         )
-        for row in perplexity.measure(model, self.ids, [WINDOW, PYRAMID, LONGNET]):
+        for row in perplexity.measure(model, ids, [WINDOW, PYRAMID, LONGNET]):
             print(perplexity.line(row), flush=True)
             rows.append(row)
         plot_quality(rows, output / "quality.png")
         plot_losses({row["pattern"]: row.pop("token_nll") for row in rows}, output / "losses.png")
         config, shown = model.config, ["exact", WINDOW, PYRAMID, LONGNET]
         heads = [f"--heads={config.num_attention_heads}", f"--kv-heads={config.num_key_value_heads}"]
-        draw("pattern", *shown, "--tokens", str(tokens), *heads, output=output / "patterns.png")
+        words = ["--tokens", str(tokens), *heads, "--output", str(output / "patterns.png")]
+        command("plot", "pattern", *shown, *words, stdout=subprocess.DEVNULL)
         self.figures |= {"perplexity": rows, "two_processes": difference, "tokens": tokens}
-        self.model = model
 
     def pass_keys(self) -> None:
         length = "512"
@@ -182,20 +180,18 @@ class Demo:
             self.figures["fine_tuning"][pattern] = run("finetune.py", *words, processes=2)
 
     def calibration(self) -> None:
-        output = self.args.output
+        tokens, output = str(self.args.tokens // 2), self.args.output
         self.part(
             6,
             "Calibration",
             f"Each head gets the cheapest pattern that it can bear, at {BUDGET:.0%} of exact attention's FLOPs for rows of "
-            f"{self.args.tokens} tokens. One row of text and no second passes: a real one reads more.",
+            f"{tokens} tokens. One row of text and no second passes: a real one reads more.",
         )
-        rows = [self.ids[0, : self.args.tokens // 2]]
-        chosen = ra.calibrate(self.model, rows, budget=BUDGET, seq_len=self.args.tokens, refinements=0)
-        chosen.save(output / "calibration.json")
-        counts = Counter(str(pattern) for heads in chosen.of_heads().values() for pattern in heads)
-        for pattern, count in counts.most_common():
-            print(f"{count:>4} groups of heads: {pattern}")
-        draw("calibration", str(output / "calibration.json"), output=output / "layers.png")
+        text = output / "text.txt"
+        text.write_text(documents.whole_text(documents.Sources()), encoding="utf-8")
+        words = ["--model", str(common.installed_model()), "--text", str(text), "--seq-len", tokens]
+        words += ["--budget", str(BUDGET), "--refinements", "0", "--output", str(output / "calibrated")]
+        command("calibrate", *words, "--plot", str(output / "layers.png"))
 
 
 def main() -> None:

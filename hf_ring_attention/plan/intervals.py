@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .branches import Border, Branch, Segment, Sink, Window
+from .branches import Border, Branch, Last, Sink, Window
 from .patterns import Pattern
 
 
@@ -96,12 +96,12 @@ class Region(NamedTuple):
         return first, beyond
 
 
-def covering(pattern: Pattern, number: int) -> list[Segment | Window]:
+def covering(pattern: Pattern, number: int) -> list[Branch]:
     """Returns the branches whose keys branch `number` leaves out if each key counts once.
 
     Windows shorter than an earlier window of all queries are left out, since the longer window shows all their keys.
     """
-    earlier = [branch for branch in pattern.branches[:number] if isinstance(branch, (Segment, Window))]
+    earlier = [branch for branch in pattern.branches[:number] if not isinstance(branch, (Sink, Last))]
     longest = max((b.length for b in earlier if isinstance(b, Window) and b.queries == "all"), default=0)
     return [branch for branch in earlier if not (isinstance(branch, Window) and branch.length < longest)]
 

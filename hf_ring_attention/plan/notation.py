@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
-from .branches import BRANCHES, Branch, Segment, Sink, Window, longnet_branches, pyramid_branches
+from .branches import BRANCHES, Branch, Last, Segment, Sink, Window, longnet_branches, pyramid_branches
 
 _BRANCH_FORMS = (
     "sink=TOKENS, window=LENGTH[/DILATION][:QUERIES], segment=LENGTH[/DILATION][:QUERIES] or last=TOKENS, with commas"
@@ -224,5 +224,5 @@ def _write_branch(branch: Branch) -> str:
 
 
 def _written_length(branch: Branch) -> str:
-    length = branch.length if isinstance(branch, (Segment, Window)) else branch.tokens
+    length = branch.tokens if isinstance(branch, (Sink, Last)) else branch.length
     return "all" if length is None else str(length)
