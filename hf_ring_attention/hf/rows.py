@@ -27,8 +27,8 @@ _TABLES = ("wpe", "embed_positions", "position_embeddings", "position_embedding"
 #: Arguments that describe the documents of whole rows; the parts of rows do without them.
 _DESCRIPTIONS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
-#: Types whose decoders count positions by the mask, from its first token on.
-_COUNT_BY_MASK = ("biogpt", "opt")
+#: Types whose decoders count positions by the mask, from its first token on. Other types count all tokens of a row.
+_COUNT_BY_MASK = ("opt",)
 
 
 def documents_from_mask(mask: Tensor) -> Documents:

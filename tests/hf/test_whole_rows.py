@@ -122,6 +122,7 @@ def test_the_loss_of_a_causal_model(number, kind):
     [
         ("llama", "plain"),
         *((name, kind) for name in ("llama", "opt", "gpt2", "roberta") for kind in ("left", "packed")),
+        ("biogpt", "left"),
     ],
 )
 def test_logits_and_hidden_states(model_type, kind):

@@ -44,8 +44,9 @@ def dense_attention(
 def _pattern(module):
     """The pattern of a layer: its own, or that of all layers without a window."""
     patterns = getattr(module.config, DENSE, None) or {}
-    of_all = None if windowed(module.config, module.layer_idx) else patterns.get(None)
-    return patterns.get(module.layer_idx, of_all)
+    if module.layer_idx in patterns:
+        return patterns[module.layer_idx]
+    return None if None not in patterns or windowed(module.config, module.layer_idx) else patterns[None]
 
 
 def windowed(config, layer):

@@ -49,7 +49,8 @@ def batch(kind: str, first: int = 0) -> tuple[dict[str, Tensor], Tensor]:
     """Returns inputs and labels: two rows of TOKENS tokens, the second padded, or one row of three documents.
 
     Args:
-        kind: one of `BATCHES`, or "both": the first row is padded on the left, and the second one on the right.
+        kind: one of `BATCHES`, or "both": the first row is padded on the left, and the second one on the right. "counted" is
+            the same, but the model counts the positions itself.
         first: the position of a document's first token.
     """
     ids = torch.randint(3, VOCAB, (2, TOKENS), generator=torch.Generator().manual_seed(1))
@@ -59,12 +60,14 @@ def batch(kind: str, first: int = 0) -> tuple[dict[str, Tensor], Tensor]:
         labels = ids[:1].clone()
         labels[positions == 0] = -100
         return {"input_ids": ids[:1], "position_ids": positions + first}, labels
-    if kind in ("left", "both"):
-        mask[("both", "left").index(kind), :7] = 0
-    if kind in ("right", "both"):
+    if kind in ("left", "both", "counted"):
+        mask[int(kind == "left"), :7] = 0
+    if kind in ("right", "both", "counted"):
         mask[1, -7:] = 0
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
     inputs = {"input_ids": ids, "position_ids": positions + first}
+    if kind == "counted":
+        del inputs["position_ids"]
     if kind != "plain":
         inputs["attention_mask"] = mask
     return inputs, ids.masked_fill(mask == 0, -100)
@@ -182,5 +185,6 @@ def survey(model_type: str) -> ModelSupport:
     if refused:
         return entry("supported", False, packed, refused)
     assert packed
+    assert refusal(models.on_two_ranks, "counted", "zigzag", "collective") is None
     assert refusal(models.on_two_ranks, "packed", "contiguous", "collective") is None
     return entry("supported", True, packed, "")
