@@ -164,7 +164,9 @@ def text_file(text: str) -> tuple[str, str]:
     """Reads the name of a file in UTF-8, and returns it with the text in the file."""
     try:
         return text, Path(text).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text} cannot be read (from {Path.cwd()}): {error.strerror}") from None
+    except UnicodeDecodeError as error:
         raise argparse.ArgumentTypeError(f"{text} is not a text in UTF-8: {error}") from None
 
 

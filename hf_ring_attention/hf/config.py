@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
@@ -200,7 +200,9 @@ def fewest_last_of(config: Any) -> int | None:
 
 
 def patch_config(
-    config: PretrainedConfig, pattern: Pattern | str | PatternsOfLayers, layers: Iterable[int] | None = None
+    config: PretrainedConfig,
+    pattern: Pattern | str | PatternsOfLayers | Sequence[Pattern | str],
+    layers: Iterable[int] | None = None,
 ) -> PretrainedConfig:
     """Stores a pattern in a config, which saves and loads it, and makes "ring_dilated" its implementation.
 
@@ -208,8 +210,8 @@ def patch_config(
     loaded with; so does a saved copy, unless it is loaded with another implementation.
 
     Args:
-        pattern: what the layers compute, as a `Pattern` or its text; or a `Calibration`, which replaces the patterns of all
-            layers by those that it has for each.
+        pattern: what the layers compute, as a `Pattern` or its text; or a list with one for each layer, or a `Calibration`,
+            which both replace the patterns of all layers.
         layers: the numbers of the layers, while others keep their patterns; None for every layer without a window or chunks
             of its own, whatever patterns layers had before.
 
@@ -230,16 +232,20 @@ def patch_config(
     """
     text_config = config.get_text_config()
     check_config(text_config)
-    before = _patterns(text_config)
+    before, count = _patterns(text_config), text_config.num_hidden_layers
     if isinstance(pattern, PatternsOfLayers):
-        if layers is not None:
-            raise ValueError("patch_config: a calibration has patterns for layers of its own: leave layers out")
         _check_calibration(pattern, text_config)
         patterns = _Patterns(None, pattern.layers)
+    elif isinstance(pattern, Sequence) and not isinstance(pattern, str):
+        if len(pattern) != count:
+            raise ValueError(f"patch_config: a list needs one pattern for each of {count} layers, got {len(pattern)}")
+        patterns = _Patterns(None, {number: as_pattern(one, "patch_config") for number, one in enumerate(pattern)})
     else:
         pattern = as_pattern(pattern, "patch_config")
-        own = dict.fromkeys(_checked_layers(layers, text_config.num_hidden_layers), pattern)
+        own = dict.fromkeys(_checked_layers(layers, count), pattern)
         patterns = _Patterns(before.pattern, {**before.layers, **own}) if own else _Patterns(pattern, {})
+    if layers is not None and not isinstance(pattern, Pattern):
+        raise ValueError("patch_config: a list or a calibration has patterns for layers of its own: leave layers out")
     patterns.check(text_config)
     of_layers = {str(number): pattern.to_dict() for number, pattern in patterns.layers.items()}
     of_all = {} if patterns.pattern is None else {"pattern": patterns.pattern.to_dict()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -110,7 +110,9 @@ def _saved_in(adapters: Mapping[str, Any], config: PretrainedConfig) -> dict[str
 
 
 def patch_model(
-    model: Model, pattern: Pattern | str | PatternsOfLayers | None = None, ring: Ring | None = None
+    model: Model,
+    pattern: Pattern | str | PatternsOfLayers | Sequence[Pattern | str] | None = None,
+    ring: Ring | None = None,
 ) -> Model:
     """Makes a loaded model compute with "ring_dilated".
 

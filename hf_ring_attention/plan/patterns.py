@@ -156,6 +156,16 @@ class Pattern:
         return cls((Segment(),))
 
     @classmethod
+    def window(cls, length: int, sinks: int = 0) -> Pattern:
+        """Makes a sliding window of `length` tokens, and `sinks` first tokens of the document that every query sees.
+
+        Example:
+            >>> print(ra.Pattern.window(512, sinks=4))
+            window:512+4
+        """
+        return cls(pyramid_branches(length, 1, sinks=sinks))
+
+    @classmethod
     def longnet(cls, segment_lengths: Sequence[int | None], dilation_rates: Sequence[int]) -> Pattern:
         """Makes LongNet's dilated attention: a `Segment` for each pair, with overlap "count" (arXiv 2307.02486, section 2).
 

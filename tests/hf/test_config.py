@@ -283,3 +283,15 @@ def test_other_ranks_are_silent(warnings_of, monkeypatch):
     for rank, count in ((0, 1), (1, 0)):
         monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
         assert len(warnings_of(tiny_model("llama", "ring_dilated"))) == count
+
+
+def test_a_list_has_a_pattern_for_each_layer():
+    listed, one_by_one = (LlamaConfig(num_hidden_layers=3) for _ in range(2))
+    ra.patch_config(listed, ["exact", ra.Pattern.window(64), "window:64+4"])
+    for number, text in enumerate(("exact", "window:64", "window:64+4")):
+        ra.patch_config(one_by_one, text, layers=[number])
+    assert listed.ring_dilated == one_by_one.ring_dilated
+    with pytest.raises(ValueError, match="one pattern for each of 3 layers, got 2"):
+        ra.patch_config(listed, ["exact", "exact"])
+    with pytest.raises(ValueError, match="leave layers out"):
+        ra.patch_config(listed, ["exact"] * 3, layers=[0, 1, 2])
