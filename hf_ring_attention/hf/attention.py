@@ -218,7 +218,8 @@ def _check_lengths(module: nn.Module, num_queries: int, num_rows: int, tokens: T
             f"{type(module).__name__}: {num_queries} query tokens for {num_rows} key tokens without causality: ring_dilated "
             f"computes no cross-attention and no prefixes of encoders: use 'sdpa'"
         )
-    if tokens.length not in (None, num_rows) or (tokens.written is not None and tokens.written < num_queries):
+    written = num_rows if tokens.written is None else tokens.written
+    if tokens.length not in (None, num_rows) or written < num_queries:
         raise ValueError(
             f"{type(module).__name__}: the mask has {tokens.length} tokens, for {num_queries} query and {num_rows} key tokens: "
             f"pass the attention_mask of all tokens so far, those in the cache included"

@@ -165,8 +165,8 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
     with evaluating(inner), watched(None):
         inner.base_model(
             input_ids=input_ids,
-            position_ids=positions,
             attention_mask=attention_mask,
+            position_ids=positions,
             use_cache=True,
             **cache_argument(cache),
         )

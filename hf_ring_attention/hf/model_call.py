@@ -334,9 +334,12 @@ def _with_last_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     if now is None or now.last_position is None:
         return None  # Whole rows, or a step after a prefill, in which all ranks have all positions.
     call = inspect.signature(module.forward).bind(*args, **kwargs)
-    positions = call.arguments["position_ids"]
+    name = (
+        "position_ids" if "position_ids" in call.arguments else [*call.arguments][1]
+    )  # Code of others names it otherwise.
+    positions = call.arguments[name]
     column = torch.full_like(positions[..., :1], now.last_position)
-    call.arguments["position_ids"] = torch.cat([positions, column], -1)
+    call.arguments[name] = torch.cat([positions, column], -1)
     return call.args, call.kwargs
 
 

@@ -64,60 +64,70 @@ def documents_of_rows(
     """Returns the documents of packed rows, and whether a collator describes them; None if the mask alone describes the rows.
 
     Args:
-        positions: [B, n], or [1, n] for all rows; a document begins if they restart.
+        positions: [B, n], or [1, n] for all rows; a document begins if they restart. Other positions are ignored.
         mask: [B, n], 0 for padding.
         first: the position id of a document's first token.
         cu_seq_lens: [documents + 1] 0 and the ends of the documents of one batch row (`DataCollatorWithFlattening`).
         seq_idx: [B, n] the number of each token's document, from 0.
         length: the number n of tokens in a row, if a collator describes it.
+
+    Raises:
+        ValueError: descriptions that are not of such rows, or contradict each other; padding inside a document.
     """
-    numbers = _numbers_of_collator(batch, length, cu_seq_lens, seq_idx)
-    if numbers is None:
-        return _documents_of_positions(batch, positions, mask, first), False
-    documents, valid = documents_from_mask(numbers), numbers != 0
-    by_positions: Documents | None = documents
-    if positions is not None:
-        by_positions = _documents_of_positions(batch, positions, valid, first) or documents_from_mask(valid)
+    collator = _documents_of_collator(batch, length, cu_seq_lens, seq_idx)
+    found = _documents_of_positions(batch, positions, mask, first)
+    if collator is None:
+        return found, False
+    if positions is not None and positions.dim() == 2 and any(len(row) > 1 for row in collator):
+        _check_beginnings(collator, positions, first)
+    by_mask = None if mask is None else documents_from_mask(mask != 0)
     # A mask knows padding, but no borders between documents.
-    if by_positions != documents or not (mask is None or bool(mask.all()) or torch.equal(mask.cpu() != 0, valid)):
-        raise ValueError(
-            f"cu_seq_lens or seq_idx describe the documents {documents}, and position_ids or the attention mask contradict "
-            f"them: pass the collator's batch unchanged, with position_ids that count each document from {first}, or none"
-        )
-    return documents, True
+    for other in (by_mask, found):
+        if other not in (None, (((0, length),),) * batch, collator, _merged(collator)):
+            raise ValueError(
+                f"cu_seq_lens or seq_idx describe the documents {collator}, and the attention mask or position_ids describe "
+                f"{other}: pass the collator's batch unchanged"
+            )
+    return collator, True
 
 
-def _numbers_of_collator(batch: int, length: int, cu_seq_lens: Any, seq_idx: Any) -> Tensor | None:
-    """Returns the numbers [B, n] of documents from 1, and 0 for padding, as a collator describes them; None if none does."""
+def _documents_of_collator(batch: int, length: int, cu_seq_lens: Any, seq_idx: Any) -> Documents | None:
+    """Returns the documents that a collator describes beside the tokens; None if it describes none."""
     by_ends = by_number = None
     if cu_seq_lens is not None:
-        ends = cu_seq_lens.tolist() if isinstance(cu_seq_lens, Tensor) and cu_seq_lens.dim() == 1 else []
-        lengths = [stop - start for start, stop in itertools.pairwise(ends)]
-        if batch != 1 or not lengths or (ends[0], ends[-1]) != (0, length) or min(lengths) < 1:
+        if not isinstance(cu_seq_lens, Tensor) or cu_seq_lens.dim() != 1:
+            raise ValueError(f"cu_seq_lens must be a tensor of one dimension, got {cu_seq_lens!r}")
+        ends = [int(end) for end in cu_seq_lens.tolist()]
+        rising = all(a < b for a, b in itertools.pairwise(ends))
+        if batch != 1 or not ends or ends[0] != 0 or ends[-1] != length or not rising:
             raise ValueError(
-                f"cu_seq_lens must rise from 0 to the {length} tokens of one batch row, got {ends or cu_seq_lens!r} for "
-                f"{batch} batch rows: pass the cu_seq_lens of the collator together with its input_ids"
+                f"cu_seq_lens must rise from 0 to the {length} tokens of one batch row, got {ends} for {batch} "
+                f"batch rows: pass the cu_seq_lens of the collator together with its input_ids"
             )
-        by_ends = torch.arange(1, len(ends)).repeat_interleave(torch.tensor(lengths))[None]
+        by_ends = (tuple(itertools.pairwise(ends)),)
     if seq_idx is not None:
         if not isinstance(seq_idx, Tensor) or tuple(seq_idx.shape) != (batch, length):
             got = tuple(seq_idx.shape) if isinstance(seq_idx, Tensor) else type(seq_idx).__name__
             raise ValueError(
                 f"seq_idx must be a tensor [{batch}, {length}] like input_ids, got {got}: pass the collator's"
             )
-        by_number = seq_idx.cpu() + 1
-    if by_ends is not None and by_number is not None and documents_from_mask(by_ends) != documents_from_mask(by_number):
-        raise ValueError("cu_seq_lens and seq_idx describe other documents: pass the collator's batch unchanged")
-    return by_ends if by_number is None else by_number
+        by_number = documents_from_mask(seq_idx + 1)
+    if by_ends is not None and by_number is not None and by_ends != by_number:
+        raise ValueError(
+            f"cu_seq_lens and seq_idx contradict each other: they describe the documents {by_ends} and {by_number}: pass the "
+            f"collator's batch unchanged"
+        )
+    return by_number if by_ends is None else by_ends
 
 
 def _documents_of_positions(batch: int, positions: Tensor | None, mask: Tensor | None, first: int) -> Documents | None:
     """Returns the documents of whole sequences whose positions restart; None if they do not.
 
-    A document begins if positions go down, and between two neighbours at the position of a first token. Positions that skip or
-    repeat other numbers are the caller's own numbering of one document, such as a pruned prompt.
+    A document begins if positions go down, and between two neighbours that both have the position of a first token: the
+    former is a document of one token. Positions that skip or repeat other numbers are the caller's own numbering of one
+    document, such as a pruned prompt.
     """
-    if positions is None:
+    if positions is None or positions.dim() != 2:
         return None
     positions = positions.cpu().to(torch.int64).expand(batch, -1)
     valid = torch.ones_like(positions) if mask is None else (mask != 0).cpu().to(torch.int64)
@@ -130,6 +140,28 @@ def _documents_of_positions(batch: int, positions: Tensor | None, mask: Tensor |
         return None
     documents_from_mask(valid)  # This refuses padding inside a document, which is not a border.
     return documents_from_mask((restarts.cumsum(-1) + 1) * valid)
+
+
+def _merged(documents: Documents) -> Documents:
+    """Returns documents, with those that follow each other without padding between them joined into one."""
+    borders = [({start for start, _ in row}, {stop for _, stop in row}) for row in documents]
+    return tuple(tuple(zip(sorted(starts - stops), sorted(stops - starts))) for starts, stops in borders)
+
+
+def _check_beginnings(documents: Documents, positions: Tensor, first: int) -> None:
+    """Refuses positions that do not restart at the documents of a packed row, or lie below `first`."""
+    rows = positions.cpu().expand(len(documents), -1)
+    for row, runs in enumerate(documents):
+        for number, (start, stop) in enumerate(runs):
+            goes_on = number and runs[number - 1][1] == start and int(rows[row, start]) > int(rows[row, start - 1])
+            lowest = int(rows[row, start:stop].min())
+            if goes_on or lowest < first:
+                before, here = (int(rows[row, max(place, 0)]) for place in (start - 1, start))
+                wrong = f"go on there from {before} to {here}" if goes_on else f"have {lowest} in it"
+                raise ValueError(
+                    f"a document begins at token {start} of batch row {row}, and position_ids {wrong}: pass position_ids that "
+                    f"count each document from {first}, or leave them out"
+                )
 
 
 def positions_of_documents(documents: Documents, length: int, first: int) -> Tensor:
@@ -196,7 +228,8 @@ def warn_of_temperatures(config: Any, seq_len: int) -> None:
     if getattr(config, "attn_temperature_tuning", False) and isinstance(floor, (int, float)) and seq_len >= floor:
         warn_once(
             f"{type(config).__name__} has attn_temperature_tuning, so packed documents are scaled by their places in the row "
-            f"of {seq_len} tokens: pack rows of fewer than {floor} tokens, pad documents, or set it to False"
+            f"of {seq_len} tokens: pack rows of fewer than {floor} tokens, pad documents, or set it to False in the "
+            f"config before the model is made"
         )
 
 

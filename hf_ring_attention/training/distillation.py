@@ -90,14 +90,14 @@ def _hidden_of_teacher(model: nn.Module, inner: PreTrainedModel, inputs: Mapping
 def _divergence(model: nn.Module, teacher: Tensor, head: Head, hidden: Tensor, labels: Tensor, place: slice) -> Tensor:
     """Returns the sum of the divergences of tokens with labels; `teacher` has its hidden states, [tokens, width]."""
     with torch.no_grad(), _without_adapters(model):  # The output layer may have adapters too.
-        expected = head(teacher[place][None])[0].float()
-    return divergences(head(hidden[None])[0].float(), expected).masked_fill(labels == IGNORED, 0).sum()
+        expected = F.log_softmax(head(teacher[place][None])[0].float(), dim=-1)
+    predicted = F.log_softmax(head(hidden[None])[0].float(), dim=-1)
+    return divergences(predicted, expected).masked_fill(labels == IGNORED, 0).sum()
 
 
-def divergences(logits: Tensor, expected: Tensor) -> Tensor:
-    """Returns [m]: the divergence in nats of predictions from the expected ones, both by their logits [m, vocabulary]."""
-    logps, expected = F.log_softmax(logits, dim=-1), F.log_softmax(expected, dim=-1)
-    return F.kl_div(logps, expected, reduction="none", log_target=True).sum(-1)
+def divergences(predicted: Tensor, expected: Tensor) -> Tensor:
+    """Returns [m]: the divergence in nats of predictions from the expected ones, both as log-probabilities [m, vocabulary]."""
+    return F.kl_div(predicted, expected, reduction="none", log_target=True).sum(-1)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute.reference import reference_attention
-from hf_ring_attention.hf.cache import cache_argument
+from hf_ring_attention.hf.cache import cache_argument, cache_in
 from hf_ring_attention.plan.problem import HeldKeys
 from hf_ring_attention.ring import engine
 from hf_ring_attention.transport.agreement import digest
@@ -345,3 +345,23 @@ def test_a_generation_that_gives_up_its_cache_goes_on_with_whole_rows():
         assert torch.equal(greedy(model, longer, **cache_argument(cache)), expected[1])
 
     on_ranks(work, lambda: tiny_model("phi3", "eager", **LONGROPE))
+
+
+def test_strided_tokens_are_prefilled_and_stepped():
+    wide, question = tokens(34), tokens(4, seed=2)
+    document, chunks = wide[:, ::2], {"prefill_chunk_size": 2}
+    row = torch.cat([document, question], 1)
+    eager = tiny_model("llama", "eager")
+    expected = greedy(eager, row)
+    # Transformers did not always give chunks after a cache the mask of all tokens.
+    chunked = greedy(eager, row, **cache_argument(cache_in(eager(document, use_cache=True))), **chunks)
+
+    def work(ring, model):
+        found = []
+        for options in ({}, chunks)[: 2 if torch.equal(chunked, expected) else 1]:
+            cache = ra.prefill(model, document)
+            found.append(greedy(model, row, **cache_argument(cache), **options))
+        return found
+
+    for found in on_ranks(work, llama):
+        assert all(torch.equal(x, expected) for x in found)

@@ -321,3 +321,16 @@ def test_rows_that_are_gathered_are_bounded_and_logged(monkeypatch, caplog):
     monkeypatch.setattr(mixers, "MOST_GATHERED", 10_000)
     with pytest.raises(NotImplementedError, match=r"2 x 20 tokens x 32 x 8 bytes = 10240, above 10000"):
         on_ranks(work, lambda: tiny_model("minimax", "eager"))
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("model_type", TYPES)
+def test_numbers_of_documents_reach_no_mixer(model_type):
+    """Without a kernel for them, some mixers refuse them, also where a row is one document or has several."""
+    model = ra.patch_model(tiny_model(model_type, "eager"))
+    for kind in ("plain", "packed"):
+        inputs, _ = batch(kind)
+        numbers = (inputs["position_ids"] == 0).cumsum(1) - 1 if "position_ids" in inputs else 0 * inputs["input_ids"]
+        assert int(numbers.max()) == (2 if kind == "packed" else 0)
+        numbered = model(**inputs, seq_idx=numbers.int(), use_cache=False).logits
+        assert torch.equal(numbered, model(**inputs, use_cache=False).logits)

@@ -5,8 +5,9 @@ import copy
 import pytest
 import torch
 from accelerate import cpu_offload
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import AutoModel, LlamaForSequenceClassification
+from transformers import AutoModel, LlamaForSequenceClassification, PreTrainedTokenizerFast, pipeline
 
 import hf_ring_attention as ra
 from tests.support.neighbours import (
@@ -235,3 +236,28 @@ def test_a_patched_model_with_larger_embeddings_or_another_head_keeps_its_ring(c
     for logits, sent in run_simulated(work, 2):
         assert distance(logits, expected) <= EXACT
         assert sent > 0
+
+
+TEXTS = ["w10 w11 w12 w13 w14 w15 w16 w17 w18", "w20 w21", "w30 w31 w32 w33 w34"]
+
+
+def tokenizer(side):
+    words = ["<pad>", "<s>", "</s>", *(f"w{number}" for number in range(3, VOCAB))]
+    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<s>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", padding_side=side
+    )
+
+
+@pytest.mark.parametrize("pattern", [None, PYRAMID], ids=["exact", "pyramid"])
+def test_text_generation_pipeline(pattern):
+    def generated(model, batch_size):
+        generate = pipeline("text-generation", model=model, tokenizer=tokenizer("left"), device="cpu")
+        settings = {"return_tensors": True, "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+        return [text[0]["generated_token_ids"][-6:] for text in generate(TEXTS, batch_size=batch_size, **settings)]
+
+    found = generated(ra.patch_model(llama(), pattern), 3)
+    same = ra.patch_model(llama(), pattern) if pattern else llama()
+    assert found == generated(same, 1 if pattern else 3)
+    assert pattern is None or found != generated(llama(), 3), "the pattern leaves nothing out"

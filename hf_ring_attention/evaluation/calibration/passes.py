@@ -89,7 +89,8 @@ def measure_text(
             with torch.set_grad_enabled(back):
                 logits = _precise(head, states)
                 if exact is not None:
-                    losses = divergences(logits, _precise(head, exact[0, part][scored]))
+                    expected = _precise(head, exact[0, part][scored]).log_softmax(-1)
+                    losses = divergences(logits.log_softmax(-1), expected)
                 elif back:
                     losses = _losses(logits, answers, text.seed, positions[part][scored.cpu()].tolist())
                 else:
