@@ -30,7 +30,7 @@ STRANGERS = ({"compute.kernels", "transport.transports"}, {"compute.kernels", "t
 COMPUTES_BY_DEFINITION = {"cli.checks.oracle"}
 LONGEST = 400  # lines
 #: Lines of the package.
-MOST_LINES = 18_250
+MOST_LINES = 18_300
 
 #: Every .py file, by its module name inside the package.
 SOURCES = {

@@ -76,7 +76,8 @@ class Math:
             if call.shape != "full":
                 query = torch.arange(start, stop, device=q.device)[:, None] // fold_size
                 key = torch.arange(*keys, device=q.device)
-                hidden = key > query if call.shape == "causal" else (key < query) | (key >= query + width)
+                beyond = key > query if call.shape == "causal" else (key < query) | (key >= query + width)
+                hidden = beyond if hidden is None else hidden[..., slice(*keys)] | beyond
             yield slice(start, stop), slice(*keys), hidden
 
     def _scores(self, q: Tensor, k: Tensor, scale: float, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -186,7 +186,8 @@ class Last(_Counted):
     """Every key of the document, for its last `tokens` queries (the last rows of TriangleMix, arXiv 2507.21526).
 
     The last queries of a prompt decide how its answer begins, so they look at all of it. Under causality a query sees all keys
-    up to itself. While a row is generated, its document grows with it, so each new token is the last and sees every key.
+    up to itself. Tokens that follow make other queries the last ones: while a row is generated, its document grows with it, so
+    each new token is the last and sees every key.
 
     Raises:
         ValueError: fewer than 1 token.

@@ -163,6 +163,7 @@ class HeadsTransport:
         parts = [x.flatten() for member in others for x in sent(member)]
         # The gradient of a sum is one number for all rows.
         message = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
+        del parts  # They are copies, and would stay beside the message until it has left.
         counts = [0 if member == self.member else message.numel() // len(others) for member in members]
         received, wait = self.link.all_to_all(content, message, counts, counts)
 

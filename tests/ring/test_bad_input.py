@@ -34,6 +34,7 @@ WRONG_TENSORS = {
     "k a list": ({"k": [1.0]}, "k must be a tensor .*got list"),
     "fewer query heads than key heads": ({"q": zeros(BATCH, 1, TOKENS, WIDTH)}, "multiple of .*got 1 and 2"),
     "batch sizes": ({"q": zeros(1, HEADS, TOKENS, WIDTH)}, r"batch .* equal, got q \(1, 4, 6, 8\), k \(2, 2, 6, 8\)"),
+    "heads of k and v": ({"v": zeros(BATCH, 1, TOKENS, WIDTH)}, r"k \(2, 2, 6, 8\), v \(2, 1, 6, 8\)"),
     "tokens of k and v": ({"v": zeros(BATCH, KV_HEADS, 5, WIDTH)}, r"k \(2, 2, 6, 8\), v \(2, 2, 5, 8\)"),
     "tokens of q and k": ({"q": zeros(BATCH, HEADS, 1, WIDTH)}, r"as many query tokens as key tokens .*got 1 and 6"),
     "head sizes of q and k": ({"q": zeros(BATCH, HEADS, TOKENS, 4)}, "q and k must have one head size, got 4 and 8"),
@@ -50,6 +51,7 @@ WRONG_TENSORS = {
 }
 WRONG_OPTIONS = {
     "scale below 0": ({"scale": -0.5}, r"scale must be above 0, or None for D \*\* -0\.5, got -0\.5"),
+    "scale 0": ({"scale": 0.0}, r"scale must be above 0, or None for D \*\* -0\.5, got 0\.0"),
     "an unknown pattern": ({"pattern": "exactly"}, "ring_attention: pattern 'exactly' is not known"),
     "pattern as a dict": ({"pattern": EXACT.to_dict()}, "pattern must be a Pattern, or its text .*, got {'branches'"),
     "documents that overlap": (
@@ -60,6 +62,8 @@ WRONG_OPTIONS = {
     "a document beyond the row": ({"documents": [[], [(4, 7)]]}, r"within the sequence of 6 tokens.*\(4, 7\)"),
     "documents for another batch": ({"documents": [[(0, 6)]]}, "one list for each batch row, got 1 for 2 batch rows"),
     "documents of no batch row": ({"documents": [(0, 3), (3, 6)]}, "documents"),
+    "documents of fractions": ({"documents": [[(0.5, 2.9)], []]}, r"documents|0\.5"),
+    "a layout by name": ({"layout": "zigzag"}, "layout"),
     "a layout of another length": (
         {"layout": ra.SequenceLayout("contiguous", 7, 1)},
         r"seq_len=7.* = 7 tokens, got 6: shard whole sequences of 7 tokens with ring\.shard",

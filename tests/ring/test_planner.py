@@ -281,3 +281,19 @@ def test_turns_are_of_equal_keys_and_leave_nothing():
     assert not waiting.is_alive()
     gc.collect()
     assert not planner._TURNS
+
+
+def test_kinds_whose_rows_are_never_the_expected_ones_rest(calls):
+    for documents in BATCHES[:4]:
+        calls.expect(documents)
+        calls.call([[(0, 9)]], rows=calls.q[:, :, :9])
+    calls.ring.planner.wait()
+    assert calls.makers == [threading.current_thread()]
+
+
+def test_one_that_is_too_large_is_kept_until_the_next():
+    kept = Bindings(max_bytes=8)
+    large = kept.of(of_size, "a", 9)
+    assert kept.of(of_size, "a", 9) is large and kept.nbytes == 72
+    kept.of(of_size, "b", 1)
+    assert kept.nbytes == 8

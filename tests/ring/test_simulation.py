@@ -120,3 +120,23 @@ def test_the_numbers_of_processes(rng, ranks):
             for case, tensors, same in zip(cases, by_case, process[transport], strict=True):
                 equal = [torch.equal(a, b) for a, b in zip(tensors, same, strict=True)]
                 assert all(equal), f"{case}, {transport}, rank {rank}: {equal}"
+
+
+def test_a_rank_that_takes_no_part():
+    said = {}
+
+    def function(ring):
+        if ring.rank == 2:
+            return
+        try:
+            attention(ring)
+        except RuntimeError as error:
+            said[ring.rank] = str(error)
+            raise
+
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="receiving from rank 2 did not end: its function returned"):
+        ra.run_simulated(function, 3, transport="ring", timeout=TIMEOUT)
+    assert time.monotonic() - start < PROMPTLY
+    assert sorted(said) == [0, 1]
+    assert all("from rank" in text for text in said.values()), said
