@@ -12,7 +12,7 @@ from typing import Any
 import hf_ring_attention as ra
 
 #: The packages that single options need, as pip takes them.
-EXTRAS = {"matplotlib": "'matplotlib>=3.8'", "peft": "'peft>=0.18'", "gguf": "'gguf>=0.17.1'", "rich": "'rich>=13'"}
+EXTRAS = {"matplotlib": "'matplotlib>=3.8'", "peft": "'peft>=0.21'", "gguf": "'gguf>=0.17.1'", "rich": "'rich>=13'"}
 DTYPES = ("float32", "bfloat16", "float16")
 PATTERN_HELP = (
     "exact, window:LENGTH+SINKS, pyramid:WINDOW,LEVELS, longnet:LENGTH/RATE,... or the file calibration.json that "

@@ -99,6 +99,7 @@ def ring_dilated_mask(
     drop_broken_passes()  # generate makes masks before it calls the model.
     now = forward_pass_of(config)
     layout, held = (None, None) if now is None else (now.layout, now.held)
+    kv_length, kv_offset = int(kv_length), int(kv_offset)  # Some caches of Transformers 5.17 count in tensors.
     # Causal queries are the last tokens that are written.
     written = int(q_offset) + q_length - kv_offset if causal else kv_length
     documents, valid = None, None

@@ -14,7 +14,7 @@ from hf_ring_attention.plan.branches import Segment, Window
 from hf_ring_attention.plan.patterns import Pattern
 
 from ..support.checkpoints import save_calibration
-from ..support.releases import needs_mixers
+from ..support.releases import needs_mixers, what_lacks
 from ..support.tiny_models import tiny_config
 
 
@@ -54,7 +54,7 @@ def branches_of(text):
 def test_heads_and_windows_are_those_that_transformers_reads(tmp_path):
     wrong = {}
     assert len(SUPPORTED) > 70
-    for model_type in SUPPORTED:
+    for model_type in (known for known in SUPPORTED if not what_lacks(known)):
         config = CONFIG_MAPPING[model_type]()
         config.save_pretrained(tmp_path / model_type)
         text = config.get_text_config(decoder=True)

@@ -15,6 +15,7 @@ from transformers import (
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute.private import checkpoint_activations
+from hf_ring_attention.hf.cache import cache_argument
 from hf_ring_attention.hf.heads import watched
 
 from ..support.ranks import on_ranks
@@ -307,7 +308,8 @@ def test_logits_and_caches_that_were_not_formed_say_so_when_they_are_used():
         with pytest.raises(RuntimeError, match=r"this output has no logits: .* call the model without labels"):
             output.logits.argmax(-1)
         with pytest.raises(RuntimeError, match=r"this output has no cache: .*use_cache=True"):
-            model(inputs["input_ids"][:, :1], cache=model(**inputs).cache)
+            (name,) = cache_argument(None)
+            model(inputs["input_ids"][:, :1], **{name: getattr(model(**inputs), name)})
 
     on_ranks(work, lambda: model_of(AutoModelForCausalLM, "llama", "window:6+2"), 2)
 

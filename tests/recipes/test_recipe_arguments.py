@@ -88,8 +88,8 @@ def test_trackers_that_are_not_installed_are_refused(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("recipe", "words", "package"),
     [
-        ("finetune", "--lora 8", "peft>=0.18"),
-        ("finetune_trainer", "--use_cpu true --lora 8", "peft>=0.18"),
+        ("finetune", "--lora 8", "peft>=0.21"),
+        ("finetune_trainer", "--use_cpu true --lora 8", "peft>=0.21"),
         ("retrieval", "--plot a.png", "matplotlib>=3.8"),
         ("demo", "", "rich>=13"),
     ],
