@@ -9,6 +9,7 @@ from ..fuzz import run_many
 from ..support.random_batches import compared, found_by
 from ..support.random_cases import SUPPORTED, WITHOUT_SHIFT, draw_case
 from ..support.releases import skip_without
+from ..support.tiny_models import tiny_config
 
 pytestmark = pytest.mark.own_dtypes  # float64 where a case says so
 
@@ -28,7 +29,7 @@ def test_random_cases_are_those_of_eager_attention(rng):
 @pytest.mark.drawn(12)
 @pytest.mark.parametrize("model_type", sorted(t for t, of in SUPPORTED.items() if of.ring and t not in WITHOUT_SHIFT))
 def test_the_own_loss_of_a_type_over_a_ring(model_type):
-    skip_without(model_type)
+    skip_without(tiny_config(model_type).get_text_config().model_type)
 
     def suits(case):
         long_enough = case.dtype == torch.float64 and max(batch.shape[1] for batch in case.batches) > 12
