@@ -101,7 +101,7 @@ def rows_of(tokenizer: Any, name: str, content: str, tokens: int, count: int) ->
 
     from ..evaluation.texts import tokenized_text
 
-    text = tokenized_text(content, tokenizer, tokens if count == 1 else tokens + len(content))
+    text = tokenized_text(content, tokenizer, tokens if count == 1 else None)
     opening, ids = text.ids.tensor_split([text.opening])
     room = tokens - len(opening)
     if len(ids) < room * count or room < 1:
