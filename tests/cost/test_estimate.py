@@ -197,7 +197,11 @@ def test_the_smallest_ring_holds_the_sequence_and_half_of_it_does_not():
     ("changes", "message"),
     [
         ({"devices": 0}, "devices must be an integer of at least 1, got 0"),
-        ({"devices": 6, "ring_size": 4}, "devices do not divide into rings, 6 = 1 .* 2"),
+        (
+            {"devices": 6, "ring_size": 4},
+            "6 devices do not divide into rings of 4: take a divisor of devices as ring_size",
+        ),
+        ({"ring_size": 2}, "1 device does not divide into rings of 2: "),
         ({"parallel": "zero4"}, "parallel must be one of 'ddp', 'fsdp2'"),
         ({"parallel": "zero2", "device": "cpu"}, "DeepSpeed's memory on a CPU is not known"),
         ({"dtype": torch.int8}, "dtype must be one of"),
