@@ -60,7 +60,8 @@ def test_files_and_figures_are_those_of_the_library(folder, capsys, monkeypatch)
 def test_a_budget_of_bytes(folder, command, refusal):
     printed = command(words_of(folder, "--budget-of", "bytes", "--ranks", 2, "--refinements", 0))
     assert "of the bytes of a ring of 2" in " ".join(printed.split())
-    assert "ranks must be an integer of at least 2, got 1" in refusal(words_of(folder, "--budget-of", "bytes"))
+    error = refusal(words_of(folder, "--budget-of", "bytes"))
+    assert "argument --ranks: one process moves no bytes: name the ranks of the ring, 2 or more" in error
 
 
 @pytest.mark.parametrize(
