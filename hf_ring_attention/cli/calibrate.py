@@ -12,7 +12,7 @@ from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from ..evaluation.whole_files import write_whole
-from .options import Parser, above_zero, at_least, checked, new_folder, text_file, token_count
+from .options import Parser, Refusal, above_zero, at_least, checked, new_folder, text_file, token_count
 from .output import layer_numbers, print_table, short_count
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ def calibrate_command(args: Namespace) -> None:
     trust = args.trust_remote_code
     checked("--seq-len", check_positions, checked("--model", load_config, args.model, trust=trust), args.seq_len)
     ring, device = ring_of_processes()
+    if args.budget_of == "bytes" and args.ranks is None and ring.world_size == 1:
+        raise Refusal("one process moves no bytes: name the ranks of the ring, 2 or more", "--ranks")
     tokenizer = checked("--model", load_tokenizer, args.model, trust)
     rows = [row for text in args.text for row in checked("--text", rows_of, tokenizer, *text, args.seq_len, args.rows)]
     model = checked("--model", load_model, args.model, args.dtype, device, trust)
@@ -101,7 +103,7 @@ def rows_of(tokenizer: Any, name: str, content: str, tokens: int, count: int) ->
 
     from ..evaluation.texts import tokenized_text
 
-    text = tokenized_text(content, tokenizer, tokens if count == 1 else tokens + len(content))
+    text = tokenized_text(content, tokenizer, tokens if count == 1 else None)
     opening, ids = text.ids.tensor_split([text.opening])
     room = tokens - len(opening)
     if len(ids) < room * count or room < 1:

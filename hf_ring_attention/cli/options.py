@@ -107,7 +107,7 @@ def at_least(least: int, most: int = MOST, tokens: bool = False) -> Callable[[st
 
     def number(text: str) -> int:
         # Python refuses to read thousands of digits.
-        match = re.fullmatch(r"([+-]?[0-9]{1,40})([kKmM]?)" if tokens else r"([+-]?[0-9]{1,40})()", text)
+        match = re.fullmatch(r"([+-]?[0-9]{1,40})([kKmM]?)" if tokens else r"([+-]?[0-9]{1,40})()", text.strip())
         if match is None:
             kind = "number of tokens such as 4096, 128k or 1M" if tokens else f"whole number of at least {least}"
             raise argparse.ArgumentTypeError(f"a {kind} was expected, got {text!r:.40}")

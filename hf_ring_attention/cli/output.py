@@ -41,11 +41,14 @@ def print_table(
     texts = [[str(cell) for cell in row] for row in rows]
     columns = [*zip(headings, *texts)]
     widths = [_unbroken(column) for column in columns]
-    enough = console.width - 2 * len(columns) >= sum(widths)
+    # If the lines are too long, break headings first, and words only if that is not enough.
+    room = console.width - 2 * len(columns)
+    broken = sum(max(map(len, column)) for column in columns) > room >= sum(widths)
     shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
-    for number, (heading, width) in enumerate(zip(headings, widths)):
+    for number, ((heading, *cells), width) in enumerate(zip(columns, widths)):
+        fixed = broken and max(map(len, cells), default=0) <= LONGEST_UNBROKEN
         justify: Any = "left" if number < left else "right"
-        shown.add_column(heading, justify=justify, overflow="fold", min_width=width if enough else None)
+        shown.add_column(heading, justify=justify, overflow="fold", width=width if fixed else None)
     for row in texts:
         shown.add_row(*map(Text, row))
     console.print(shown)

@@ -25,8 +25,8 @@ def pattern_or_file(text: str) -> str:
     from ..evaluation.calibration.result import Calibration  # It imports torch.
 
     try:
-        Calibration.load(text)
-    except (OSError, ValueError) as error:
+        Calibration.load(text_file(text)[0])
+    except ValueError as error:
         raise ArgumentTypeError(str(error)) from None
     return text
 

@@ -77,9 +77,10 @@ def seen_under(
 ) -> Iterator[tuple[str, str, VisiblePairs]]:
     """Yields the name of each pattern, how much of the causal pairs heads see in words, and the visible pairs."""
     number, who = (0, "one head") if head is None else (head, f"head {head}")
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
     for name, pattern in patterns.items():
-        visible = visible_pairs(pattern, length, bins, head=head, num_heads=num_heads, num_kv_heads=num_kv_heads)
-        own = pattern.of_kv_head(number * num_kv_heads // num_heads).flop_share(length)
+        visible = visible_pairs(pattern, length, bins, head=head, **heads)
+        own = visible_pairs(pattern, length, bins, head=number, **heads).share_of_causal
         together = f", {num_heads} heads {visible.share_of_causal:.1%}" if head is None else ""
         yield name, f"{who} sees {own:.1%} of the pairs{together}", visible
 

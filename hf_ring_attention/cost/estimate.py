@@ -176,7 +176,7 @@ def estimate(
     calls = explain_patterns(shape.attention, world_size=setting.ring_size, **call)
     exchanges = {pattern: calls[pattern] for pattern in shape.attention.layers}
     source = "exact, from the plans of all ranks (plan/traffic.py)"
-    buffers = {x: _buffers_part(y.decision.choice, y.busiest().buffers, source) for x, y in exchanges.items()}
+    buffers = {x: buffers_part(y.decision.choice, y.busiest().buffers, source) for x, y in exchanges.items()}
     phases = _phases(shape, setting, buffers)
     peak = max(phases.values(), key=total_bytes)
     waiting = max(phases.values(), key=lambda parts: total_bytes(parts, host=True))
@@ -199,10 +199,10 @@ def gathered_bytes(shape: ModelShape, setting: TrainingSetting) -> int:
     return setting.batch_size * setting.seq_len * mixers.width * setting.number_bytes
 
 
-def parts_by_bound(shape: ModelShape, setting: TrainingSetting) -> list[MemoryPart]:
-    """Returns the parts of the peak without a plan: as estimated, but with a bound of the buffers."""
-    buffers = dict.fromkeys(shape.attention.layers, _bound_of_buffers(shape.attention, setting))
-    return max(_phases(shape, setting, buffers).values(), key=total_bytes)
+def parts_by_bound(shape: ModelShape, setting: TrainingSetting, buffers: MemoryPart | None = None) -> list[MemoryPart]:
+    """Returns the parts of the peak without a plan: as estimated, but with these buffers of every layer, or their bound."""
+    of_layers = dict.fromkeys(shape.attention.layers, buffers or _bound_of_buffers(shape.attention, setting))
+    return max(_phases(shape, setting, of_layers).values(), key=total_bytes)
 
 
 def _phases(
@@ -269,7 +269,7 @@ def _in_loss(shape: ModelShape, setting: TrainingSetting) -> list[MemoryPart]:
     ]
 
 
-def _buffers_part(transport: str, size: int, source: str) -> MemoryPart:
+def buffers_part(transport: str, size: int, source: str) -> MemoryPart:
     """Returns the bytes of other ranks that a rank holds by a transport, as a part of an estimate."""
     return MemoryPart("exchange buffers", size, f"{transport}: {size:,} bytes", source)
 
@@ -281,13 +281,16 @@ def _bound_of_buffers(attention: ModelAttention, setting: TrainingSetting) -> Me
     (`plan.traffic.ring_traffic`). An exchange of heads holds two pieces, sent and received, of queries, keys and values.
     """
     if setting.ring_size == 1:
-        return _buffers_part("local", 0, "one rank")
+        return buffers_part("local", 0, "one rank")
     size, tokens, kv_heads = setting.number_bytes, setting.local_tokens, attention.num_kv_heads
     widths = attention.head_dim + attention.value_dim
     ring = 3 * tokens * kv_heads * widths * (size + 4)
+    if setting.transport == "collective" and Pattern.exact() in attention.layers:
+        rows = (setting.ring_size - 1) * tokens  # As many are received as sent (`plan.traffic.collective_traffic`).
+        return buffers_part("collective", rows * kv_heads * widths * (size + 8), "a bound: the rows of all other ranks")
     if setting.transport != "heads":
-        return _buffers_part("any", ring, "a bound: three payloads with their gradients")
+        return buffers_part("any", ring, "a bound: three payloads with their gradients")
     group = setting.heads or setting.ring_size
     by_heads = 2 * tokens * (attention.num_heads + max(kv_heads, group)) * widths * size * (group - 1) // group
     rings = ring if group < setting.ring_size else 0
-    return _buffers_part("heads", by_heads + rings, "a bound: pieces of all heads, sent and received")
+    return buffers_part("heads", by_heads + rings, "a bound: pieces of all heads, sent and received")

@@ -67,10 +67,11 @@ class TrainingSetting:
             raise ValueError(
                 "estimate: DeepSpeed's memory on a CPU is not known: use device='cuda', or parallel='fsdp2'"
             )
-        rings, left = divmod(self.devices, self.ring_size)
-        if left:
-            product = f"{self.devices} = {rings} * {self.ring_size} + {left}"
-            raise ValueError(f"estimate: devices do not divide into rings, {product}: take a divisor as ring_size")
+        if self.devices % self.ring_size:
+            devices = "1 device does" if self.devices == 1 else f"{self.devices} devices do"
+            raise ValueError(
+                f"estimate: {devices} not divide into rings of {self.ring_size}: take a divisor of devices as ring_size"
+            )
 
     @property
     def local_tokens(self) -> int:

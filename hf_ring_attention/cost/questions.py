@@ -1,7 +1,7 @@
 """The inverse questions: the longest sequence that fits, the smallest ring for a sequence, and what to switch on next.
 
-Searches try many lengths and rings, so they make no plans: buffers are bounded (`parts_by_bound`). The answers fit, and a
-little more may fit too.
+Searches try many lengths and rings, so they make no plans: the buffers of exact attention grow with the sequence, and others
+are bounded (`parts_by_bound`). The answers fit, and a little more may fit too.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..hybrids.mixers import MOST_GATHERED
-from .estimate import Estimate, gathered_bytes, parts_by_bound
-from .memory import TrainingSetting, total_bytes
+from ..plan.patterns import Pattern
+from .estimate import Estimate, buffers_part, gathered_bytes, parts_by_bound
+from .memory import MemoryPart, TrainingSetting, total_bytes
 from .shape import ModelShape
 
 #: The largest ring that is tried, in multiples of the devices.
@@ -29,19 +30,33 @@ class SwitchGain:
     fits: bool | None
 
 
-def bound_of_peak(shape: ModelShape, setting: TrainingSetting) -> float:
+def bound_of_peak(shape: ModelShape, setting: TrainingSetting, buffers: MemoryPart | None = None) -> float:
     """Returns the peak of a device in bytes without a plan (`parts_by_bound`); infinite if a mixer refuses its rows."""
     refused = gathered_bytes(shape, setting) > MOST_GATHERED
-    return float("inf") if refused else total_bytes(parts_by_bound(shape, setting))
+    return float("inf") if refused else total_bytes(parts_by_bound(shape, setting, buffers))
 
 
 def longest_sequence(answer: Estimate) -> int | None:
     """Returns the most tokens, a multiple of twice the ring, whose step fits a device; None if no length fits."""
     unit, high = 2 * answer.setting.ring_size, 1
-    while _fits(answer, seq_len=high * unit):
+
+    def exceeds(count: int) -> bool:
+        setting = replace(answer.setting, seq_len=count * unit)
+        return not _fits(answer, setting, _scaled_buffers(answer, setting))
+
+    while not exceeds(high):
         high *= 2
-    units = range(1, high)
-    return unit * bisect_left(units, True, key=lambda count: not _fits(answer, seq_len=count * unit)) or None
+    return unit * bisect_left(range(1, high), True, key=exceeds) or None
+
+
+def _scaled_buffers(answer: Estimate, setting: TrainingSetting) -> MemoryPart | None:
+    """Returns the buffers of exact attention at another length, in proportion to the tokens; None for other patterns."""
+    call = next(iter(answer.exchanges.values()))
+    short = setting.seq_len < answer.setting.ring_size << 12
+    if len(answer.exchanges) > 1 or call.pattern != Pattern.exact() or short:
+        return None
+    size = -(-call.busiest().buffers * setting.local_tokens // answer.setting.local_tokens)
+    return buffers_part(call.decision.choice, size, "in proportion to the tokens")
 
 
 def smallest_ring(answer: Estimate) -> tuple[int, int] | None:
@@ -50,7 +65,7 @@ def smallest_ring(answer: Estimate) -> tuple[int, int] | None:
     within = [(size, devices) for size in range(1, devices + 1) if devices % size == 0]
     beyond = [(devices << power, devices << power) for power in range(1, MOST_TIMES_THE_DEVICES.bit_length())]
     for size, count in within + beyond:
-        if _fits(answer, ring_size=size, devices=count):
+        if _fits(answer, replace(answer.setting, ring_size=size, devices=count)):
             return size, count
     return None
 
@@ -84,6 +99,6 @@ def _switches(shape: ModelShape, setting: TrainingSetting) -> Iterator[tuple[str
         yield "dtype=bfloat16", {"dtype": "bfloat16"}
 
 
-def _fits(answer: Estimate, **changes: Any) -> bool:
+def _fits(answer: Estimate, setting: TrainingSetting, buffers: MemoryPart | None = None) -> bool:
     assert answer.memory is not None  # The questions need it.
-    return bound_of_peak(answer.shape, replace(answer.setting, **changes)) <= answer.memory
+    return bound_of_peak(answer.shape, setting, buffers) <= answer.memory

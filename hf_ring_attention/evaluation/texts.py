@@ -22,9 +22,9 @@ class TokenizedText:
         return None if self.sizes is None else int(self.sizes[scored].sum())
 
 
-def tokenized_text(text: str, tokenizer: Any, count: int) -> TokenizedText:
-    """Returns `count` tokens of a text, opening tokens included; fewer if the text is shorter."""
-    part, opening = beginning_of(text, count), opening_tokens(tokenizer)
+def tokenized_text(text: str, tokenizer: Any, count: int | None) -> TokenizedText:
+    """Returns `count` tokens of a text, opening tokens included; fewer if the text is shorter, and all if it is None."""
+    part, opening = text if count is None else beginning_of(text, count), opening_tokens(tokenizer)
     places = bool(getattr(tokenizer, "is_fast", False))
     encoded = tokenizer(part, add_special_tokens=False, return_offsets_mapping=places, verbose=False)
     ids = torch.cat([opening, torch.tensor(encoded["input_ids"], dtype=torch.int64)])[:count]

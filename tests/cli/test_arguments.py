@@ -45,6 +45,7 @@ REFUSED = [
     (f"{ESTIMATE} --memory {'9' * 400}GB", "--memory: a size of memory such as 80GB or 80GiB was expected, got '999"),
     (f"{ESTIMATE} --plot {{file}}", "--plot: a file that ends in one of .png, .svg, .pdf was expected, got '{file}'"),
     (f"{ESTIMATE} --plot none/a.png", "--plot: there is no folder 'none' for 'a.png': make it first"),
+    ("perplexity a {file} --pattern no.json", "--pattern: no.json cannot be read (from {empty}): No such file"),
     ("plot pattern", "a pattern such as window:512+4, or --model, was expected"),
     ("plot pattern exact --heads 2 --head 2", "--head: heads are numbered 0 to 1, got 2"),
 ]
@@ -70,6 +71,7 @@ def test_bad_arguments_are_refused_while_they_are_read(words, message, places, c
     [
         (options.at_least(0, most=7), "+7", 7),
         (options.token_count(), "128k", 128 * 1024),
+        (options.comma_list(options.token_count()), "1k, 2k", [1024, 2048]),
         (options.above_zero(), "1e-4", 1e-4),
         (options.memory_size, "80GiB", 80 * 2**30),
         (options.memory_size, "1.5 TiB", 3 * 2**39),

@@ -11,7 +11,7 @@ import hf_ring_attention as ra
 from hf_ring_attention.cli import main as cli
 from hf_ring_attention.cli.calibrate import rows_of
 from hf_ring_attention.evaluation import progress
-from tests.support.checkpoints import save_checkpoint_of_words
+from tests.support.checkpoints import save_checkpoint_of_words, save_tiny_checkpoint
 from tests.support.tiny_models import with_large_weights
 
 MENU = ["window:4+1", "window:16+1", "exact"]
@@ -60,7 +60,8 @@ def test_files_and_figures_are_those_of_the_library(folder, capsys, monkeypatch)
 def test_a_budget_of_bytes(folder, command, refusal):
     printed = command(words_of(folder, "--budget-of", "bytes", "--ranks", 2, "--refinements", 0))
     assert "of the bytes of a ring of 2" in " ".join(printed.split())
-    assert "ranks must be an integer of at least 2, got 1" in refusal(words_of(folder, "--budget-of", "bytes"))
+    error = refusal(words_of(folder, "--budget-of", "bytes"))
+    assert "argument --ranks: one process moves no bytes: name the ranks of the ring, 2 or more" in error
 
 
 @pytest.mark.parametrize(
@@ -95,3 +96,13 @@ def test_rows_open_as_the_tokenizer_writes_texts_and_fit_the_positions(folder, r
     config = folder / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 70}))
     assert "argument --seq-len: the model has positions for 70 tokens, and rows have 80" in refusal(words_of(folder))
+
+
+def test_rows_reach_the_end_of_a_text_whose_letters_are_several_tokens(tmp_path):
+    """A thousand letters of three bytes, with a tokenizer of bytes."""
+    save_tiny_checkpoint(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    text = "".join(chr(0x905 + number % 50) for number in range(1000))
+    whole = tokenizer(text, return_tensors="pt").input_ids[0]
+    rows = rows_of(tokenizer, "hindi.txt", text, 400, 6)
+    assert len(whole) == 3000 and torch.equal(torch.stack(rows), whole.unfold(0, 400, 520))

@@ -1,15 +1,17 @@
 """The command line: what it loads, what it prints, and that what the library refuses ends it with one line."""
 
 import json
+import random
 import re
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
 from hf_ring_attention import __version__
 from hf_ring_attention.cli.main import COMMANDS, main
-from hf_ring_attention.cli.output import layer_numbers, short_bytes, short_count, short_seconds
+from hf_ring_attention.cli.output import layer_numbers, print_table, short_bytes, short_count, short_seconds
 from hf_ring_attention.cost.explain import explain
 from hf_ring_attention.cost.layers import explain_layers
 from hf_ring_attention.cost.models import attention_of_model, load_config
@@ -149,6 +151,20 @@ def test_tables_fit_80_columns(gemma, command):
         "models",
     ):
         assert max(map(len, command(words).splitlines())) <= 80, words
+
+
+def test_tables_show_every_character_of_every_cell(capsys):
+    """Random tables of 1 to 9 columns, with cells of 0 to 60 characters."""
+    choose = random.Random(0)
+    for _ in range(200):
+        texts = ["".join(choose.choices("abcdefgh ", k=choose.choice((4, 8, 15, 60)))) for _ in range(18)]
+        count = choose.randint(1, 9)
+        table = [texts[:count], texts[count : 2 * count]]
+        print_table("", table[0], table[1:], left=choose.randint(0, count))
+        printed = capsys.readouterr().out
+        assert max(map(len, printed.splitlines())) <= 80
+        letters = Counter("".join(texts[: 2 * count]).replace(" ", ""))
+        assert Counter(re.sub(r"[\s─]", "", printed)) == letters, table
 
 
 def test_numbers_are_short():

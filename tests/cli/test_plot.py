@@ -37,6 +37,8 @@ def test_patterns_as_text(command):
     printed = command("plot pattern window:512+4 exact --tokens 8k")
     assert "window:512+4, 8k tokens: one head sees 12.2% of the pairs, 8 heads 12.2%" in printed
     assert "exact, 8k tokens: one head sees 100.0%" in printed and "┃ sinks" in printed
+    printed = command("plot pattern longnet:128/1,all/1 --tokens 256")
+    assert "one head sees 100.0% of the pairs" in printed, "pairs of two branches are counted once"
     share = re.search(r"head 3 sees ([\d.]+)% of the pairs", command("plot pattern pyramid:512,3 --tokens 8k --head 3"))
     assert float(share[1]) / 100 == pytest.approx(Pattern.parse("pyramid:512,3").flop_share(8192), rel=0.01)
 

@@ -158,6 +158,27 @@ def test_what_is_said_to_fit_fits(pattern, transport):
     assert not much_longer.fits
 
 
+@pytest.mark.parametrize("transport", ["auto", "ring", "collective"])
+def test_the_longest_sequence_fits_and_a_little_more_does_not(transport):
+    """With as many key/value heads as query heads, the buffers of the exchange decide."""
+    config = LLAMA_8B | {"num_hidden_layers": 8, "num_key_value_heads": 32}
+    asked = {"devices": 8, "memory": 24 * 10**9, "transport": transport}
+    answers = [ra.estimate(config, tokens, **asked) for tokens in (1 << 18, 1 << 20)]
+    tokens = longest_sequence(answers[0])
+    assert tokens == longest_sequence(answers[1])
+    assert ra.estimate(config, tokens, **asked).fits
+    assert not ra.estimate(config, tokens + 16, **asked).fits
+    # A collective holds the rows of all other ranks, whatever the ring.
+    assert smallest_ring(answers[0]) == (None if transport == "collective" else (8, 8))
+
+
+def test_the_longest_sequences_of_the_guide():
+    """The row of 8 GPUs in recipes/guide/figures.md, by ring."""
+    asked = {"parallel": "zero3", "transport": "ring", "offload": True, "offload_optimizer": True}
+    asked |= {"mlp_tokens_at_once": 4096, "memory": 80 * 2**30}
+    assert longest_sequence(ra.estimate(LLAMA_8B, 1 << 22, devices=8, **asked)) == pytest.approx(4.95e6, rel=1e-3)
+
+
 def test_the_smallest_ring_holds_the_sequence_and_half_of_it_does_not():
     answer = ra.estimate(LLAMA_8B, 1 << 19, devices=16, memory=60 * 10**9)
     size, devices = smallest_ring(answer)
@@ -176,7 +197,11 @@ def test_the_smallest_ring_holds_the_sequence_and_half_of_it_does_not():
     ("changes", "message"),
     [
         ({"devices": 0}, "devices must be an integer of at least 1, got 0"),
-        ({"devices": 6, "ring_size": 4}, "devices do not divide into rings, 6 = 1 .* 2"),
+        (
+            {"devices": 6, "ring_size": 4},
+            "6 devices do not divide into rings of 4: take a divisor of devices as ring_size",
+        ),
+        ({"ring_size": 2}, "1 device does not divide into rings of 2: "),
         ({"parallel": "zero4"}, "parallel must be one of 'ddp', 'fsdp2'"),
         ({"parallel": "zero2", "device": "cpu"}, "DeepSpeed's memory on a CPU is not known"),
         ({"dtype": torch.int8}, "dtype must be one of"),
