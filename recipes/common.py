@@ -224,6 +224,19 @@ def report_memory(accelerator: Accelerator) -> list[int]:
     return peaks
 
 
+def ring_size(number: int | None, processes: int) -> int:
+    """Returns the size of rings. It must be given for several processes, which would else train on rows of their own."""
+    number = 1 if number is None and processes == 1 else number
+    sizes = [size for size in range(1, processes + 1) if processes % size == 0]
+    if number in sizes:
+        return number
+    problem = "the size of rings was not given" if number is None else f"they cannot form rings of {number}"
+    raise SystemExit(
+        f"{processes} process(es) were started, and {problem}: --ring-size {processes} is one ring, --ring-size 1 gives each "
+        f"process rows of its own; possible are {sizes}"
+    )
+
+
 def add_ring(parser: argparse.ArgumentParser) -> None:
     """Adds the options of a ring, except its size."""
     add = parser.add_argument
