@@ -230,9 +230,14 @@ def ring_size(number: int | None, processes: int) -> int:
     sizes = [size for size in range(1, processes + 1) if processes % size == 0]
     if number in sizes:
         return number
+    if processes == 1:
+        raise SystemExit(
+            f"one process cannot form a ring of --ring-size {number}: start {number} processes with torchrun, on a CPU with "
+            f"ACCELERATE_USE_CPU=true"
+        )
     problem = "the size of rings was not given" if number is None else f"they cannot form rings of {number}"
     raise SystemExit(
-        f"{processes} process(es) were started, and {problem}: --ring-size {processes} is one ring, --ring-size 1 gives each "
+        f"{processes} processes were started, and {problem}: --ring-size {processes} is one ring, --ring-size 1 gives each "
         f"process rows of its own; possible are {sizes}"
     )
 
