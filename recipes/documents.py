@@ -151,15 +151,19 @@ def load(sources: Sources) -> Dataset | IterableDataset:
         return Dataset.from_dict({"text": texts(sources.text)})
     path, streaming = Path(sources.dataset), sources.streaming
     try:
-        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        files = sorted(x for x in path.rglob("*") if x.is_file() and x.name != "README.md") if path.is_dir() else [path]
+        all_texts = path.exists() and bool(files) and all(file.suffix in TEXTS for file in files)
+        on_disk = (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
+        if sources.config and (on_disk or all_texts or path.is_file()):
+            raise ValueError("files have no configurations: leave --config out.")
+        if on_disk:
             saved = datasets.load_from_disk(str(path))
             if isinstance(saved, dict):
                 if sources.split not in saved:
                     raise ValueError(f"there is no split {sources.split!r}, only {', '.join(saved)}.")
                 saved = saved[sources.split]
             return saved.to_iterable_dataset() if streaming else saved
-        files = sorted(x for x in path.rglob("*") if x.is_file() and x.name != "README.md") if path.is_dir() else [path]
-        if path.exists() and files and all(file.suffix in TEXTS for file in files):
+        if all_texts:
             # By default, each line of a file would be a document.
             arguments = {"path": "text", "data_files": [*map(str, files)], "sample_by": "document"}
         elif path.is_file():

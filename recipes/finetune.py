@@ -126,7 +126,9 @@ def main() -> None:
             gradient_accumulation_steps=args.accumulate,
             gradient_clipping=args.clip,
         )
-    size = 1 if args.ring_size is None and accelerator.num_processes == 1 else args.ring_size
+    cp_size = getattr(accelerator.parallelism_config, "cp_size", 1)  # Accelerate's own option may give the size, too.
+    given = cp_size if args.ring_size is None and cp_size > 1 else args.ring_size
+    size = common.ring_size(given, accelerator.num_processes)
     ways = {"layout": args.ring_layout, "transport": args.ring_transport, "heads": args.ring_heads}
     ring = ra.Ring.from_accelerator(accelerator, size, **ways)
     with checkpoints.own_run(args.output, "--output"):

@@ -97,9 +97,7 @@ class Trainer(ra.RingTrainer):
 
 def main() -> None:
     args, training = parse_args()
-    size, processes = training.ring_size, training.world_size
-    if processes > 1 and (size is None or processes % size):
-        raise SystemExit(f"--ring_size: expected a divisor of the {processes} processes that were started, got {size}")
+    training.ring_size = common.ring_size(training.ring_size, training.world_size)
     with checkpoints.own_run(Path(training.output_dir), "--output_dir"):
         train(args, training)
 

@@ -138,6 +138,12 @@ def test_data_that_cannot_be_read_are_named(tokenizer, tmp_path, monkeypatch):
         tokens.tokenize(Dataset.from_dict({"text": []}), tokenizer, name="empty")
 
 
+@pytest.mark.parametrize("dataset", [FILES[0], "folder", "rows.jsonl", "saved"])
+def test_files_have_no_configurations(dataset, here, tokenizer):
+    with pytest.raises(SystemExit, match=f"'{dataset}' cannot be loaded: files have no configurations: leave --config"):
+        loaded(tokenizer, dataset=dataset, config="en")
+
+
 def test_perplexity_reads_all_texts_as_one(tmp_path):
     file = write_rows(tmp_path / "rows.jsonl", [{"text": "one"}, {"text": "two"}])
     assert documents.whole_text(Sources(dataset=file)) == "one\n\ntwo"

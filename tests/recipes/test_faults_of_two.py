@@ -1,15 +1,20 @@
-"""Faults of the recipes' runs on two processes: a signal to one, or a loss that is not finite, ends both, and they go on.
+"""Faults of the recipes' runs on two processes: a signal, a full disk, a kill or a loss that is NaN in one ends both.
 
 Run as a program, this file is finetune.py with a fault, the first argument, in process 1.
 """
 
 import os
 import re
+import resource
 import signal
+import subprocess
 import sys
+import time
+from contextlib import suppress
 
 import checkpoints
 import finetune
+import psutil
 import pytest
 
 from tests.support.programs import run_program
@@ -23,7 +28,7 @@ def folder(tmp_path_factory):
 
 
 def two(folder, output, fault, *more):
-    """finetune.py on two processes; the second has a fault in its third step."""
+    """finetune.py on two processes; the second has a fault in its third step or its second save."""
     output.mkdir(exist_ok=True)
     path = os.pathsep.join(map(str, (RECIPES, RECIPES.parent)))
     options = {"processes": 2, "environment": {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}, "timeout": TIMEOUT}
@@ -39,6 +44,21 @@ def test_a_loss_that_is_not_finite_ends_both(folder, tmp_path):
     assert checkpoints.last_saved(tmp_path).name == "checkpoint-2"
 
 
+@pytest.mark.parametrize(
+    ("fault", "status", "told"),
+    [
+        ("disk", 1, r"process 1: checkpoint-4 could not be written"),
+        ("SIGKILL", signal.SIGKILL, r"lost process 1 of 2 \(killed"),
+    ],
+)
+def test_a_fault_of_one_while_both_save_ends_both(fault, status, told, folder, tmp_path):
+    """And leaves the checkpoint before it whole, from which the next test shows how they go on."""
+    done = two(folder, tmp_path, fault, "--save-every", "2")
+    assert done.returncode == status and re.search(told, done.stderr), done.stderr[-3000:]
+    assert "lost process 1 of 2" in done.stderr
+    assert checkpoints.last_saved(tmp_path).name == "checkpoint-2"
+
+
 def test_a_signal_to_one_ends_both_and_they_go_on(folder, tmp_path):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert two(folder, whole, "none").returncode == 0
@@ -50,13 +70,53 @@ def test_a_signal_to_one_ends_both_and_they_go_on(folder, tmp_path):
     assert losses_of(stopped) == losses_of(whole)
 
 
+def test_torchrun_passes_a_signal_on_and_leaves_no_process(folder, tmp_path):
+    """To the launcher alone, as a cluster sends it: both processes save, and none is left."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(RECIPES / "finetune.py"), *words(folder, tmp_path, "--ring-size", "2", "--save-every", "2")]
+    command[command.index("--steps") + 1] = "10000"
+    environment, left = {**os.environ, **ENVIRONMENT}, []
+    with (
+        (tmp_path / "output").open("w+") as output,
+        subprocess.Popen(command, env=environment, stdout=output, stderr=output) as launcher,
+    ):
+        try:
+            deadline = time.monotonic() + TIMEOUT
+            while not checkpoints.checkpoints(tmp_path) and launcher.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.05)
+            left = processes = psutil.Process(launcher.pid).children(recursive=True)
+            launcher.send_signal(signal.SIGTERM)
+            assert launcher.wait(TIMEOUT) != 0
+            left = psutil.wait_procs(processes, timeout=TIMEOUT)[1]
+        finally:
+            for process in (launcher, *left):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+        output.seek(0)
+        printed = output.read()
+    assert len(processes) >= 2 and not left, printed[-3000:]
+    step = re.search(r"SIGTERM: saved .*checkpoint-(\d+); go on from it", printed)
+    assert step and checkpoints.last_saved(tmp_path).name == f"checkpoint-{step[1]}", printed[-3000:]
+
+
 def faulty(fault):
-    """Gives this process a fault in its third step."""
+    """Gives this process a fault: in its third step, or a disk that does not take its second save, or a kill in it."""
     if fault == "SIGTERM":
         at_step(pytest.MonkeyPatch(), finetune, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
     elif fault == "NaN":
         calls, loss_of = iter(range(1, 100)), finetune.batch_loss
         finetune.batch_loss = lambda *x, **y: loss_of(*x, **y) * (float("nan") if next(calls) == 3 else 1)
+    elif fault in ("disk", "SIGKILL"):
+        saves, save_state = iter((1, 2)), finetune.Accelerator.save_state
+
+        def saving(self, folder):
+            if next(saves) == 2:
+                if fault == "SIGKILL":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (2**10, resource.RLIM_INFINITY))
+            return save_state(self, folder)
+
+        finetune.Accelerator.save_state = saving
 
 
 if __name__ == "__main__":

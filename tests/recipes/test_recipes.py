@@ -276,13 +276,25 @@ def test_two_processes_refuse_what_they_cannot_do(folder, tmp_path):
     """Both of them, and nothing is written. More of a Trainer's are in tests/training/test_set_up.py."""
     words = ["--model", folder / "model", "--output", tmp_path / "run"]
     of_trainer = [*words[:2], "--output_dir", words[3], "--use_cpu", "true", "--text", folder / "text.txt"]
-    calls = {"the size of rings was not given": [], "2 processes cannot form rings of 3": ["--ring-size", 3]}
+    missing = (
+        "the size of rings was not given: --ring-size 2 is one ring, --ring-size 1 gives each process rows of its own"
+    )
+    calls = {missing: [], "they cannot form rings of 3: --ring-size 2 is one ring": ["--ring-size", 3]}
     calls |= {"heads=2 needs transport='heads', got 'auto'": ["--ring-size", 2, "--ring-heads", 2]}
     arguments = [("finetune", [*words, *more]) for more in calls.values()]
-    by_trainer = "--ring_size: expected a divisor of the 2 processes that were started, got None"
     for errors in run_ranks(errors_of, 2, [*arguments, ("finetune_trainer", of_trainer)]):
-        assert all(told in error for told, error in zip([*calls, by_trainer], errors, strict=True)), errors
+        assert all(told in error for told, error in zip([*calls, missing], errors, strict=True)), errors
     assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_a_process_alone_refuses_a_ring_of_two(folder, tmp_path, monkeypatch):
+    """Before the model is loaded."""
+    monkeypatch.setattr(common, "load_model", None)
+    words = ["--model", folder / "model", "--text", folder / "text.txt", "--ring-size", 2]
+    for recipe, output in (("finetune.py", "--output"), ("finetune_trainer.py", "--output_dir")):
+        error = refused(recipe, *words, output, tmp_path / "run")
+        assert "one process cannot form a ring of --ring-size 2: start 2 processes with torchrun, on a CPU" in error
+        assert "Traceback" not in error
 
 
 @pytest.mark.parametrize("plugin", ["fsdp2", "zero3"])
