@@ -1,4 +1,4 @@
-"""Shows the package on a real model and a real text, in about four minutes on 2 CPU cores.
+"""Shows the package on a real model and a real text, in about three minutes on 2 CPU cores.
 
     python recipes/demo.py            (or: make demo)
 
