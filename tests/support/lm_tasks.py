@@ -4,6 +4,9 @@ import json
 import random
 
 GENERATED = {"output_type": "generate_until", "doc_to_text": "{{context}}", "doc_to_target": "{{answer}}"}
+#: Beams that no word can end: the harness (0.4.13) looks for its words in as many beams as a batch has rows, so its answers
+#: would follow the size of the batch.
+BEAMS = {"until": ["~" * 9], "min_new_tokens": 8, "max_gen_toks": 8, "do_sample": False, "num_beams": 3}
 #: One task of each kind of request, by its name: what its file holds beside the data and the name, and its metrics.
 KINDS = {
     "ring_likelihood": (
@@ -24,7 +27,7 @@ KINDS = {
         [{"metric": "exact_match"}],
     ),
     "ring_beams": (
-        {**GENERATED, "generation_kwargs": {"until": ["~"], "max_gen_toks": 8, "do_sample": False, "num_beams": 3}},
+        {**GENERATED, "generation_kwargs": BEAMS},
         [{"metric": "exact_match"}],
     ),
 }
