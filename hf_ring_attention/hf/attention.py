@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_utils import AttentionInterface
 
 from ..compute.private import attentions_are_collected, prompt_is_cut
 from ..plan.branches import Branch, Segment, Window
@@ -19,11 +20,12 @@ from ..plan.problem import Documents, HeldKeys
 from ..ring.attention import FORWARD, UNTRACEABLE, CheckedCall, Options, check_not_traced, checked_call
 from ..ring.ring import Ring
 from .config import layer_pattern, unpatched_pattern
-from .forward_pass import ForwardPass, forward_pass_of, number_of, running
+from .forward_pass import CALL, ForwardPass, forward_pass_of, number_of, running
 from .hybrid_types import MIXERS
 from .masks import OwnBranch, Tokens, padding_first, tokens_of
+from .registration import IMPLEMENTATION
 from .rows import at_its_place_in_the_row
-from .wrappers import attached_ring, head_shard
+from .wrappers import MODULES, attached_ring, attachment_of, head_shard
 
 #: Arguments that change the scores or the keys, whoever passes them.
 _REFUSED = ("position_bias", "head_mask", "block_table", "read_index", "write_index")
@@ -33,6 +35,9 @@ _KNOWN = (
     "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "is_causal", "max_length_k", "max_length_q", "output_attentions",
     "position_ids", "seq_idx",
 )  # fmt: skip
+
+#: Of a layer: dropout, scaling, sliding_window and softcap.
+Settings = tuple[float, float | None, int | None, float | None]
 
 #: The attribute of attention modules that holds a function of a layer's call and its output, which returns that output.
 TAP = "_ring_dilated_tap"
@@ -48,7 +53,6 @@ class _LayerCall:
     of_model: Branch | None  # the window or chunks of the layers in the model itself
 
 
-@torch.compiler.disable(reason=UNTRACEABLE)
 def ring_dilated_attention(
     module: nn.Module,
     query: Tensor,
@@ -81,20 +85,35 @@ def ring_dilated_attention(
             pattern that reaches keys which the cache has dropped, or heads that do not divide among the ranks.
         NotImplementedError: position biases, head masks, paged caches and cross-attention.
     """
-    check_not_traced()
     device = query.device.type
     if torch.is_autocast_enabled(device):
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+    if torch.compiler.is_dynamo_compiling() and isinstance(attention_mask, Tensor) and attention_mask.dim() == 4:
+        attachment = attachment_of(module)
+        others = [name for name, x in kwargs.items() if x is not None and x is not False and name != CALL]
+        if attachment is not None and attachment.in_graphs and "is_causal" not in others:
+            out, _ = torch.ops.hf_ring_attention.attend(
+                query, key, value, s_aux, attention_mask, layer=attachment.number, recorded=torch.is_grad_enabled(),
+                dropout=dropout, scaling=scaling, sliding_window=sliding_window, softcap=softcap, others=",".join(others),
+            )  # fmt: skip
+            return out.transpose(1, 2).contiguous(), None
+    settings = (dropout, scaling, sliding_window, softcap)
+    return _attention_outside_of_graphs(module, (query, key, value, s_aux), attention_mask, settings, kwargs), None
+
+
+@torch.compiler.disable(reason=UNTRACEABLE)
+def _attention_outside_of_graphs(
+    module: nn.Module,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    mask: Tensor | None,
+    settings: Settings,
+    kwargs: Mapping[str, Any],
+) -> Tensor:
+    """Returns out [B, m, H, Dv] of a layer."""
+    check_not_traced()
     now = forward_pass_of(getattr(module, "config", None))
-    tensors, settings = (query, key, value, s_aux), (dropout, scaling, sliding_window, softcap)
-    kind = None if now is None else _kind_of_call(module, now, tensors, attention_mask, settings, kwargs)
-    layer = None if now is None else now.calls.get(kind)
-    if layer is None:
-        layer = _layer_call(module, now, tensors, attention_mask, settings, kwargs)
-        if now is not None and layer.tokens.causal is not None:  # Its mask alone decides the keys that it sees.
-            now.calls[kind] = layer
-    else:
-        layer.call.compare()
+    layer = _layer_of(module, now, tensors, mask, settings, kwargs)
+    query, key, value, s_aux = tensors
     layout, valid = layer.tokens.layout, layer.tokens.valid
     if layout is not None:
         query = at_its_place_in_the_row(module, query, layout, layer.call.ring.rank)
@@ -102,28 +121,60 @@ def ring_dilated_attention(
         asking = valid[:, -query.shape[2] :].to(query.device)
         rows, queries = padding_first(valid).to(query.device), padding_first(asking)
         query, key, value = _reordered(query, queries), _reordered(key, rows), _reordered(value, rows)
-    out = layer.call.attend(query, key, value, s_aux)[0]
+    out = layer.call(query, key, value, s_aux)[0]
     # A calibration chooses no pattern for layers with a window or chunks of their own.
     tap = getattr(module, TAP, None) if layer.of_model is None and layer.call.problem.held is None else None
     if tap is not None:
         out = tap(module, query, key, value, out, {**layer.options, "sinks": s_aux})
     if valid is not None:
         out = _reordered(out, queries.argsort(1)).masked_fill(~asking[:, None, :, None], 0)
-    return out.transpose(1, 2).contiguous(), None
+    return out.transpose(1, 2).contiguous()
+
+
+def call_in_graph(
+    now: ForwardPass, tokens: Tokens, tensors: tuple[Any, ...], constants: Mapping[str, Any]
+) -> CheckedCall:
+    """Returns the call of a layer inside a graph; the first layer of a kind in a forward pass checks and plans it."""
+    scaling, window, softcap = (constants.get(name) for name in ("scaling", "sliding_window", "softcap"))
+    others = dict.fromkeys(filter(None, constants.get("others", "").split(",")), True)
+    module, settings = MODULES[constants["layer"]], (constants.get("dropout", 0.0), scaling, window, softcap)
+    return _layer_of(module, now, tensors, tokens, settings, others, constants.get("recorded", False)).call
+
+
+def _layer_of(
+    module: nn.Module,
+    now: ForwardPass | None,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    mask: Tensor | Tokens | None,
+    settings: Settings,
+    kwargs: Mapping[str, Any],
+    recorded_in_graph: bool | None = None,
+) -> _LayerCall:
+    """Returns the call of a layer: that of an earlier layer of its kind in this pass, if there was one."""
+    if now is None:
+        return _layer_call(module, now, tensors, mask, settings, kwargs, recorded_in_graph)
+    kind = _kind_of_call(module, now, tensors, mask, settings, kwargs)
+    layer: _LayerCall | None = now.calls.get(kind)
+    if layer is None:
+        layer = _layer_call(module, now, tensors, mask, settings, kwargs, recorded_in_graph)
+        if layer.tokens.causal is not None or isinstance(mask, Tokens):  # The kind holds all that decides its keys.
+            now.calls[kind] = layer
+    return layer
 
 
 def _kind_of_call(
     module: nn.Module,
     now: ForwardPass,
     tensors: tuple[Tensor | None, ...],
-    mask: Tensor | None,
-    settings: tuple[Any, ...],
+    mask: Tensor | Tokens | None,
+    settings: Settings,
     kwargs: Mapping[str, Any],
 ) -> Any:
     """Returns what the calls of two layers have in common if one `_LayerCall` serves both; arguments of layers last a pass."""
     own = now.own_patterns.get(getattr(module, "layer_idx", -1))
+    keys = _own_branch(module, settings[2]) if isinstance(mask, Tokens) else number_of(mask)
     return (
-        (type(module), own, number_of(mask), torch.is_grad_enabled(), *settings),
+        (type(module), own, keys, torch.is_grad_enabled(), *settings),
         *[None if x is None else (x.shape, x.dtype, x.device, x.requires_grad) for x in tensors],
         *[(name, x if isinstance(x, (int, float)) else id(x)) for name, x in kwargs.items() if x is not None],
     )
@@ -133,9 +184,10 @@ def _layer_call(
     module: nn.Module,
     now: ForwardPass | None,
     tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    mask: Tensor | None,
-    settings: tuple[float, float | None, int | None, float | None],
+    mask: Tensor | Tokens | None,
+    settings: Settings,
     kwargs: Mapping[str, Any],
+    recorded_in_graph: bool | None,
 ) -> _LayerCall:
     """Checks a layer's call, decides its pattern, documents and ring, and plans it."""
     query, key, value, sinks = tensors
@@ -146,7 +198,7 @@ def _layer_call(
         ring = None if now.whole else ring  # Every rank computes whole rows by itself.
     try:
         _check_call(module, now, mask, dropout, kwargs)
-        tokens = tokens_of(mask)
+        tokens = mask if isinstance(mask, Tokens) else tokens_of(mask)
         if ring is not None and ring.world_size > 1 and tokens.layout is None and tokens.held is None:
             raise ValueError(
                 f"{type(module).__name__} of a sharded model got no mask of ring_dilated, so its documents are unknown: call "
@@ -172,7 +224,9 @@ def _layer_call(
     options: dict[str, Any] = {"pattern": pattern, "ring": ring, "layout": tokens.layout, "causal": causal}
     options |= {"scale": scaling, "documents": documents, "softcap": softcap, "head_shard": heads}
     try:
-        call = checked_call(query, key, value, sinks, Options(**options, held=held))
+        call = checked_call(
+            query, key, value, sinks, Options(**options, held=held, recorded_in_graph=recorded_in_graph)
+        )
     except ValueError as refused:
         raise ValueError(f"{_name_of(module)}: {refused}") from None
     return _LayerCall(call, options, tokens, of_model)
@@ -299,6 +353,8 @@ def _check_call(
             raise NotImplementedError(
                 f"{_name_of(module)} came with {argument}, which would change the scores or the keys: use 'eager' or 'sdpa'"
             )
+    if isinstance(mask, Tokens):
+        return
     if mask is not None and (not isinstance(mask, Tensor) or (mask.dim() != 2 and number_of(mask) is None)):
         got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(
@@ -323,3 +379,6 @@ def _strings_of(forward: Callable[..., Any]) -> frozenset[str]:
     constants = () if code is None else code.co_consts
     flat = (x for constant in constants for x in (constant if isinstance(constant, tuple) else (constant,)))
     return frozenset(x for x in flat if isinstance(x, str))
+
+
+AttentionInterface.register(IMPLEMENTATION, ring_dilated_attention)

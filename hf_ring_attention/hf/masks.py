@@ -8,8 +8,6 @@ does the same, and survives every copy on its way to a layer, even on another de
 from __future__ import annotations
 
 import inspect
-import itertools
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +15,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.masking_utils import AttentionMaskInterface
 
 from ..plan.branches import Segment, Window
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents, HeldKeys
 from ..ring.attention import UNTRACEABLE, check_not_traced
+from ..ring.operator import CALLS
 from .forward_pass import drop_broken_passes, forward_pass_of, number_of
+from .registration import IMPLEMENTATION
 from .rows import documents_from_mask
 from .support import check_config, class_name
 
@@ -53,11 +54,6 @@ class Tokens:
     #: [B, written], False for padding, if a document has padding inside, as behind a cached prefix; else None. `documents` then
     #: describes rows whose padding was moved to the front.
     valid: Tensor | None = None
-
-
-#: The facts of the masks that are in use, by number.
-_BY_NUMBER: weakref.WeakValueDictionary[int, Tokens] = weakref.WeakValueDictionary()
-_NUMBERS = itertools.count()
 
 
 @torch.compiler.disable(reason=UNTRACEABLE)
@@ -122,9 +118,7 @@ def ring_dilated_mask(
     tokens = Tokens(documents, kv_length, written, causal, own, kv_offset > 0, missing, layout, held, valid)
     if now is not None:
         now.tokens.append(tokens)
-    number = next(_NUMBERS)
-    _BY_NUMBER[number] = tokens
-    mask = torch.tensor([[[[number]]]])
+    mask = torch.tensor([[[[CALLS.add(tokens)]]]])
     setattr(mask, _TOKENS, tokens)
     return mask
 
@@ -187,11 +181,8 @@ def tokens_of(mask: Tensor | None) -> Tokens:
         return Tokens()
     number = number_of(mask)
     if number is not None:
-        tokens = _BY_NUMBER.get(number)
-        if tokens is None:
-            raise RuntimeError(
-                "this mask belongs to a forward pass that is over: call the model again with its own masks"
-            )
+        tokens = CALLS[number]
+        assert isinstance(tokens, Tokens)
         return tokens
     numbers = (mask != 0 if mask.is_floating_point() else mask).to(torch.int64).cpu()
     documents, valid = _documents_and_padding(numbers)
@@ -201,3 +192,6 @@ def tokens_of(mask: Tensor | None) -> Tokens:
 def padding_first(valid: Tensor) -> Tensor:
     """Returns the order [B, n] of tokens that brings padding to the front of each row, and changes nothing else."""
     return torch.argsort(valid.to(torch.int8), dim=1, stable=True)
+
+
+AttentionMaskInterface.register(IMPLEMENTATION, ring_dilated_mask)

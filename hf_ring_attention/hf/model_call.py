@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..compute.private import calling_frame, checkpointing_of, implementation_of, remove_hooks, set_checkpointing
-from ..plan.problem import HeldKeys
 from ..ring.attention import UNTRACEABLE, check_not_traced
 from ..ring.ring import Ring
-from ..transport.agreement import digest
 from .cache import ShardedCache, cache_in
+from .call_rows import find_rows
 from .config import patterns_of_layers, warn_once
 from .forward_pass import (
     CALL,
@@ -34,6 +33,7 @@ from .forward_pass import (
     running_with,
     set_forward_pass,
 )
+from .graph import begin_in_graph, end_in_graph, fits_a_graph, in_graph, loss_fits_parts
 from .join import joined_output, kept
 from .lm_loss import LossInSlices, cross_entropy, join_of_fields, loss_in_slices, next_labels, way_of_loss
 from .registration import IMPLEMENTATION
@@ -41,9 +41,6 @@ from .rows import (
     by_name,
     check_places,
     cut,
-    documents_from_mask,
-    rows_of_call,
-    rows_to_cut,
     tokens_in,
     warn_of_temperatures,
     whole_positions,
@@ -58,13 +55,13 @@ _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
     """Makes this the ring of the model's attention layers; None makes its rows whole ones again."""
-    set_ring(model, ring)
+    set_ring(model, ring, fits_a_graph(model, runner_of(model), ring), loss_fits_parts(model))
     for module in model.modules():
         remove_hooks(module, lambda hook: getattr(hook, "__module__", None) in (__name__, f"{__package__}.patch"))
     # Any of these may be the one that is called: a model with its head, its base model, and the decoder of this.
     for called in dict.fromkeys((model, model.base_model, runner_of(model))):
         called.register_forward_pre_hook(before_model, with_kwargs=True)
-        called.register_forward_hook(_after_model, with_kwargs=True, always_call=True)
+        called.register_forward_hook(after_model, with_kwargs=True, always_call=True)
     if ring is None or ring.world_size == 1:
         return
     for name, module in model.base_model.named_modules():
@@ -79,9 +76,15 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
 # ---- hooks of the model and its decoder
 
 
-@torch.compiler.disable(reason=UNTRACEABLE)
 def before_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Begins the call of a model, and gives its decoder this rank's part of the rows."""
+    if in_graph(module, args, kwargs):
+        return (), begin_in_graph(module, args, kwargs)
+    return _before_model(module, args, kwargs)
+
+
+@torch.compiler.disable(reason=UNTRACEABLE)
+def _before_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     check_not_traced()
     drop_broken_passes()
     runner = runner_of(module)
@@ -118,9 +121,15 @@ def _of_decoder(now: ForwardPass, rows: WholeRows, kwargs: dict[str, Any]) -> di
     return parts
 
 
+def after_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Joins the results of the decoder, and ends the call of a model."""
+    if in_graph(module, args, kwargs):
+        return end_in_graph(module, kwargs, output)
+    return _after_model(module, args, kwargs, output)
+
+
 @torch.compiler.disable(reason="it belongs to before_model")
 def _after_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """Joins the results of the decoder, and ends the call of a model."""
     runner = runner_of(module)
     now = forward_pass_of(runner.config)
     if now is None:
@@ -143,7 +152,7 @@ def begin_call(module: PreTrainedModel, runner: PreTrainedModel, kwargs: dict[st
     _remember_for_recomputation(module)
     own, outer = patterns_of_layers(runner.config), running().forward_pass
     now = ForwardPass(runner, module, attached_ring(runner), call, own_patterns=own, outer=outer)
-    _find_rows(now, kwargs)
+    find_rows(now, kwargs)
     if now.rows is not None and now.rows.packed:
         warn_of_temperatures(runner.config, max(stop for row in now.documents or () for _, stop in row))
     if not now.whole and now.held is None:
@@ -165,6 +174,8 @@ def _remember_for_recomputation(model: PreTrainedModel) -> None:
 
 def _checkpointed(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Checkpoints a function, and sets for its recomputation the `ForwardPass` in which it ran first."""
+    if torch.compiler.is_dynamo_compiling():
+        return checkpoint(function, *args, **kwargs)
     now = running().forward_pass
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -172,76 +183,6 @@ def _checkpointed(checkpoint: Callable[..., Any], function: Callable[..., Any], 
             return function(*args, **kwargs)
 
     return checkpoint(run, *args, **kwargs)
-
-
-def _find_rows(now: ForwardPass, kwargs: Mapping[str, Any]) -> None:
-    """Finds the rows of a call, and the part of each rank, once all ranks have come with equal calls."""
-    ring, runner, cut_rows, cache = now.ring, now.runner, now.call.rows, cache_in(kwargs)
-    own_cache = not isinstance(cache, ShardedCache) and (cache is not None or kwargs.get("use_cache") is True)
-    if ring is None or ring.world_size == 1 or own_cache:
-        now.whole = ring is not None and ring.world_size > 1
-        if now.whole and ring is not None and ring.rank == 0:
-            warn_once(
-                f"{type(runner).__name__} has its own cache, so all ranks compute whole rows: ra.prefill fills a sharded one",
-                logging.INFO,
-            )
-        _find_rows_alone(now, kwargs)
-        return
-    if isinstance(cache, ShardedCache) and cache.get_seq_length() > 0:
-        now.held = _checked_step(ring, cache, tokens_in(kwargs), kwargs)
-        return
-    with ring.agreement("a forward pass of a model", by_digest=True) as agreed:
-        now.rows = cut_rows or rows_to_cut(runner, ring, kwargs, layout=getattr(cache, "layout", None))
-        part = None if cut_rows is None or cut_rows.layout is None else cut_rows.layout.local_len
-        for name, value in kwargs.items():
-            if isinstance(value, Tensor) and (part is None or value.shape[1:2] != (part,)):
-                agreed.same(name, digest(value))
-            elif value is None or isinstance(value, (bool, int, float, str)):
-                agreed.same(name, value)
-        agreed.same("the tokens of a cut batch", now.rows.checksum)
-        agreed.same("the division of the rows", digest(now.rows))
-        agreed.same("whether the model trains", runner.training)
-        agreed.same("whether gradients are recorded", torch.is_grad_enabled())
-
-
-def _find_rows_alone(now: ForwardPass, kwargs: Mapping[str, Any]) -> None:
-    """Finds the rows of a call that this process computes by itself."""
-    tokens = tokens_in(kwargs)
-    if tokens is None or tokens.dim() < 2:
-        return
-    if cache_in(kwargs) is not None:
-        if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None:
-            raise ValueError("cu_seq_lens and seq_idx describe packed rows, which have no cache: pass use_cache=False")
-        return
-    now.rows = rows_of_call(now.runner, tokens, kwargs)
-    if now.rows.packed and "position_ids" not in inspect.signature(now.runner.forward).parameters:
-        raise ValueError(
-            f"{type(now.runner).__name__} was given packed rows, and takes no position_ids: pass one document a row, padded"
-        )
-
-
-def _checked_step(ring: Ring, cache: ShardedCache, tokens: Tensor | None, kwargs: Mapping[str, Any]) -> HeldKeys:
-    """Returns what this rank's cache holds in a step of generation; all ranks must have the same tokens, positions and mask."""
-    mask, held = kwargs.get("attention_mask"), cache.get_seq_length()
-    with ring.agreement("a step of generation", by_digest=True) as call:
-        if tokens is None:
-            raise ValueError("a forward pass needs input_ids or inputs_embeds")
-        length = tokens.shape[1]
-        call.same("the tokens of a step", digest(tokens))
-        if tokens.shape[0] != cache.num_rows:
-            came = f"{tokens.shape[0]} came: for beams, call cache.batch_repeat_interleave(beams)"
-            raise ValueError(f"the cache holds {cache.num_rows} batch rows, and {came}")
-        call.same("position_ids of a step", digest(kwargs.get("position_ids")))
-        call.same("attention_mask of a step", digest(mask))
-        mask_len = mask.shape[1] if isinstance(mask, Tensor) and mask.dim() == 2 else held + length
-        if length == 0 or mask_len != held + length:
-            raise ValueError(
-                f"the cache holds {held} tokens, and {length} came, so an attention_mask has {held} + {length} = "
-                f"{held + length}, not {mask_len}: call model.generate(torch.cat([document, question], 1), cache=cache)"
-            )
-        if isinstance(mask, Tensor):
-            documents_from_mask(mask != 0)
-    return cache.held(ring.rank, length)
 
 
 def _decide(now: ForwardPass, kwargs: dict[str, Any]) -> None:

@@ -33,7 +33,6 @@ def register() -> None:
 def _attention(*args: Any, **kwargs: Any) -> Any:
     from .attention import ring_dilated_attention
 
-    AttentionInterface.register(IMPLEMENTATION, ring_dilated_attention)
     return ring_dilated_attention(*args, **kwargs)
 
 
@@ -41,7 +40,6 @@ def _attention(*args: Any, **kwargs: Any) -> Any:
 def _mask(*args: Any, **kwargs: Any) -> Any:
     from .masks import ring_dilated_mask
 
-    AttentionMaskInterface.register(IMPLEMENTATION, ring_dilated_mask)
     return ring_dilated_mask(*args, **kwargs)
 
 

@@ -275,6 +275,7 @@ def rows_to_cut(
     arguments: Mapping[str, Any],
     pattern: Any = None,
     layout: SequenceLayout | None = None,
+    multiple: int = 1,
 ) -> WholeRows:
     """Returns the rows of a call, and how the ring divides them; refuses padding and unclear borders inside documents.
 
@@ -282,6 +283,7 @@ def rows_to_cut(
         arguments: the arguments of a model, or the entries of a batch.
         pattern: the pattern that decides the layout; None for the pattern of the decoder's config.
         layout: the layout of a sharded cache that these rows fill.
+        multiple: the ranks divide a multiple of so many tokens, with padding.
     """
     tokens, mask = _checked_tokens(arguments), arguments.get("attention_mask")
     rows = rows_of_call(runner, tokens, arguments)
@@ -292,7 +294,7 @@ def rows_to_cut(
         _check_gaps(_text_positions(arguments), documents)
     if layout is None:
         pattern = pattern or layer_pattern(runner.config.get_text_config(), None)  # type: ignore[union-attr, operator]
-        layout = ring.layout_for(rows.length, pattern, documents)
+        layout = ring.layout_for(-(-rows.length // multiple) * multiple, pattern, documents)
     return replace(rows, documents=documents, layout=layout)
 
 

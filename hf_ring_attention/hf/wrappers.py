@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -14,15 +15,36 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ..compute.private import compiled_module
+from ..ring.operator import Numbered
 from ..ring.ring import Ring
 
-#: The attribute of a model's modules that holds their ring.
-_RING = "_ring_dilated_ring"
+#: The attribute of a model's modules that holds their `Attachment`.
+_ATTACHMENT = "_ring_dilated"
 #: The models that `patch_model` was called for; it keeps none of them alive.
 _PATCHED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
+#: The modules of patched models, by the numbers that name them in graphs.
+MODULES: Numbered[nn.Module] = Numbered()
+
 #: The name that Transformers and Accelerate give to the mesh dimension along which they divide heads.
 _NAME = "tp"
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """What `patch_model` gives to a module: the ring that cuts its rows, and its number in graphs of torch.compile.
+
+    Copies of a module have no number, so graphs break at them: they would name the module that was copied.
+    """
+
+    ring: Ring | None = None
+    number: int = 0
+    in_graphs: bool = False  # whether a graph can hold calls of its model
+    is_decoder: bool = False
+    loss_in_parts: bool = False  # whether its loss is one of next tokens, which each rank can compute for its part
+
+    def __reduce__(self) -> Any:
+        return Attachment, (self.ring,)
 
 
 def wrapped_modules(model: Any) -> list[Any]:
@@ -101,22 +123,30 @@ def class_of_transformers(module: nn.Module) -> type:
     return next((kind for kind in kinds if kind.__module__.startswith("transformers.")), kinds[0])
 
 
+def attachment_of(module: nn.Module) -> Attachment | None:
+    """Returns what `patch_model` gave to a module; None for modules of other models."""
+    return getattr(module, _ATTACHMENT, None)
+
+
 def attached_ring(module: nn.Module) -> Ring | None:
     """Returns the ring that `patch_model` gave to a model, or to one of its modules."""
-    return getattr(module, _RING, None)
+    attachment = attachment_of(module)
+    return None if attachment is None else attachment.ring
 
 
 def is_patched(module: nn.Module) -> bool:
     """Returns whether `patch_model` was called for the model of a module, with a ring or without one."""
-    return hasattr(module, _RING)
+    return attachment_of(module) is not None
 
 
-def set_ring(model: PreTrainedModel, ring: Ring | None) -> None:
+def set_ring(model: PreTrainedModel, ring: Ring | None, in_graphs: bool, loss_in_parts: bool) -> None:
     """Makes this the ring of a model and of the modules of its decoder."""
     _PATCHED.add(model)
-    of_ring = {model, *decoder_of(model).modules()}
+    of_ring, runner = {model, *decoder_of(model).modules()}, runner_of(model)
     for module in model.modules():
-        setattr(module, _RING, ring if module in of_ring else None)
+        of_module = ring if module in of_ring else None
+        attachment = Attachment(of_module, MODULES.add(module), in_graphs, module is runner, loss_in_parts)
+        setattr(module, _ATTACHMENT, attachment)
 
 
 def models_of(ring: Ring) -> list[PreTrainedModel]:

@@ -174,7 +174,7 @@ def _choose_heads(problem: Problem) -> Decision | None:
     layout, p = problem.layout, problem.layout.world_size
     sizes = [size for size in range(p, 1, -1) if p % size == 0]
     sizes = [size for size in sizes if heads_fit(problem.num_heads, problem.num_kv_heads, size)]
-    if not sizes or not problem.causal or problem.held is not None:
+    if not sizes or not problem.causal or problem.held is not None or not problem.settings.may_exchange_heads:
         return None
     keys = mean_keys(problem.pattern, problem.documents) * sum(b - a for row in problem.documents for a, b in row)
     cost = HEADS_AS_KEYS * layout.padded_len * len(problem.documents) / keys if keys else math.inf

@@ -93,6 +93,8 @@ class RingSettings:
     both_ways_below: float = 0.75
     #: The number of neighbouring ranks that exchange heads in the heads transport; None for all ranks.
     heads: int | None = None
+    #: Whether transport="auto" may choose to exchange heads; graphs of torch.compile cannot hold its many results.
+    may_exchange_heads: bool = True
 
 
 @dataclass(frozen=True)

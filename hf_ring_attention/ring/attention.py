@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..compute.binding import bind_own
+from ..compute.kernel import Saved
 from ..compute.kernels import choose_kernel
 from ..compute.merge import accumulation_dtype, add_sinks, merge_
 from ..plan.layouts import SequenceLayout
 from ..plan.patterns import Pattern, as_pattern
 from ..plan.problem import HeldKeys, Problem, documents_of
 from ..plan.traffic import RowBytes
+from ..transport.heads import HeadsTransport
 from ..transport.transports import LocalTransport
-from .engine import Execution, RingAttention
+from .engine import AllGradients, Execution, Results
+from .operator import CALLS
 from .planner import CallKey
 from .ring import Ring, is_recorded
 
@@ -96,7 +99,7 @@ def ring_attention(
     """
     check_not_traced()
     options = Options(pattern, ring, layout, causal, scale, documents, softcap, head_shard)
-    out, lse = checked_call(q, k, v, sinks, options).attend(q, k, v, sinks, return_lse)
+    out, lse = checked_call(q, k, v, sinks, options)(q, k, v, sinks, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -106,6 +109,7 @@ class Options(NamedTuple):
     Attributes:
         held: the tokens whose keys k [B, Hkv, `held.num_rows`, D] and v hold, if they come from a cache, for the last
             m = `held.num_queries` tokens, of q [B, H, m, D]. `documents` then divide `held.row_len` tokens, without `layout`.
+        recorded_in_graph: whether a graph records gradients; None outside of graphs.
     """
 
     pattern: Pattern | str
@@ -117,39 +121,58 @@ class Options(NamedTuple):
     softcap: float | None = None
     head_shard: tuple[int, int] = (0, 1)
     held: HeldKeys | None = None
+    recorded_in_graph: bool | None = None
 
 
-@dataclass(frozen=True, eq=False)
 class CheckedCall:
-    """A call of attention that was checked and planned. It serves all layers whose calls differ in their numbers only."""
+    """A call of attention that was checked and planned. It serves all layers whose calls differ in their numbers only.
 
-    ring: Ring
-    problem: Problem
-    execution: Execution
-    values: Mapping[str, Any]  # the values that all ranks have in common
-    digest: int  # stands for them when ranks compare later calls
-    recorded: bool  # whether a backward pass will come
+    Args:
+        values: the values that all ranks have in common; `digest` stands for them when ranks compare later calls.
+        recorded: whether a backward pass will come.
+    """
 
-    def compare(self) -> None:
-        """Compares an equal call of a later layer with the calls of the other ranks."""
-        self.ring.calls.compare(FORWARD, self.values, self.digest)
+    def __init__(
+        self, ring: Ring, problem: Problem, execution: Execution, values: Mapping[str, Any], digest: int, recorded: bool
+    ) -> None:
+        self.ring, self.problem, self.recorded = ring, problem, recorded
+        self._execution, self._values, self._digest = execution, values, digest
+        self._compared = True  # The ranks have just compared this call, but not its repetitions.
+        self._key = torch.tensor([CALLS.add(self)])
+        names = torch.ops.hf_ring_attention
+        self._operator = (
+            names.attend_by_heads if isinstance(execution.transport, HeadsTransport) else names.attend
+        ).default
 
-    def attend(
+    def call_of(self, tensors: tuple[Tensor | None, ...], constants: dict[str, Any], backward: bool) -> CheckedCall:
+        """Returns this call, which was checked already."""
+        return self
+
+    def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, with_lse: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Returns out [B, H, n, Dv] in q's dtype, and lse [B, H, n], which may be empty without `with_lse`."""
-        if self.problem.held is not None:
-            return self._attend_to_cache(q, k, v, sinks)
-        execution = self.execution
-        if self.recorded:
-            execution = execution._replace(before_backward=self.ring.calls.backward_check())
-        return RingAttention.apply(q, k, v, sinks, execution, with_lse)
+        number = self.ring.calls.next_number() if self.recorded else 0
+        results = self._operator(q, k, v, sinks, self._key, number=number, with_lse=with_lse)
+        return results[0], results[1]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, with_lse: bool) -> Results:
+        """Computes the operator, once the ranks agree that they all make this call."""
+        if not self._compared:
+            self.ring.calls.compare(FORWARD, self._values, self._digest)
+        self._compared = False
+        if self.problem.held is None or self.ring.world_size == 1:
+            return self._execution.forward(q, k, v, sinks, with_lse)
+        return *self._attend_to_cache(q, k, v, sinks), []
+
+    def attend_backward(self, dout: Tensor, saved: list[Saved], sinks: Tensor | None, number: int) -> AllGradients:
+        """Computes the backward operator, once the ranks agree that they all run the backward pass of one call."""
+        self.ring.calls.compare_backward(number)
+        return self._execution.backward(dout, saved, sinks)
 
     def _attend_to_cache(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Attends to this rank's part of a cache. All ranks merge all parts in one order, so all go on with the same bits."""
-        if self.ring.world_size == 1:
-            return RingAttention.apply(q, k, v, sinks, self.execution)
-        out, lse = RingAttention.apply(q, k, v, None, self.execution)
+        out, lse, _ = self._execution.forward(q, k, v, None)
         assert self.ring.communicator is not None
         parts = self.ring.communicator.gather(torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], -1))
         total, total_lse = parts[0][..., :-1].contiguous(), parts[0][..., -1].contiguous()
@@ -169,7 +192,8 @@ def checked_call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options:
         pattern = as_pattern(options.pattern, "ring_attention")
         _check_tensors(q, k, v, softcap, sinks)
         kernel = choose_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], softcap)
-        recorded = is_recorded(q, k, v, sinks)
+        in_graph = options.recorded_in_graph
+        recorded = is_recorded(q, k, v, sinks) if in_graph is None else in_graph
         problem = _problem(q, k, pattern, ring, options)
         if held is not None and ring.world_size > 1 and is_recorded(q, k, v):
             raise ValueError("cached_attention: the keys of a sharded cache have no gradient: use torch.no_grad()")
@@ -265,7 +289,9 @@ def _problem(q: Tensor, k: Tensor, pattern: Pattern, ring: Ring, options: Option
         num_kv_heads=k.shape[1],
         causal=bool(options.causal),
         held=held,
-        settings=ring.settings,
+        settings=ring.settings
+        if options.recorded_in_graph is None
+        else replace(ring.settings, may_exchange_heads=False),
         first_head=shard * q.shape[1],
         first_kv_head=shard * k.shape[1],
     )

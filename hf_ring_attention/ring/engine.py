@@ -1,9 +1,9 @@
-"""The loop over steps, and the autograd function: exact attention over all that a plan's tiles cover."""
+"""The loop over steps: exact attention over all that a plan's tiles cover, forward and backward."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -23,52 +23,36 @@ FORWARD_PART, BACKWARD_PART = 2, 8
 AllGradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
+#: out, lse, and the tensors beside inputs and results that the backward pass needs.
+Results = tuple[Tensor, Tensor, list[Tensor]]
+
+
 class Execution(NamedTuple):
-    """The parts that execute a planned call; `before_backward`, the first act of backward, compares the ranks' calls."""
+    """The parts that execute a planned call."""
 
     transport: Any  # a Transport, or a HeadsTransport
     kernel: Kernel
     scale: float
-    before_backward: Callable[[], None] | None = None
 
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, with_lse: bool = False) -> Results:
+        """q [B, H, n, D], k [B, Hkv, n, D], v [B, Hkv, n, Dv] of this rank -> out [B, H, n, Dv], lse [B, H, n].
 
-class RingAttention(torch.autograd.Function):
-    """q [B, H, n, D], k [B, Hkv, n, D], v [B, Hkv, n, Dv] of this rank -> out [B, H, n, Dv], lse [B, H, n].
+        `sinks`, [H] or None, are logits of a column of value 0 in every softmax (`merge.add_sinks`).
+        The backward pass needs q, k, v, out and lse alone: the backward of a tile with the merged out and lse is its exact
+        share of the gradient. By the heads transport it needs those of each piece of the heads instead, as it was computed, so
+        that it moves gradients alone; the lse that is returned is empty without `with_lse`.
+        """
+        if isinstance(self.transport, HeadsTransport):
+            out, lse, passes = _heads_forward(q, k, v, sinks, self, with_lse)
+            return out, lse, [*itertools.chain.from_iterable(passes)]
+        *_, out, lse = forward_pass(q, k, v, sinks, self)
+        return out, lse, []
 
-    `sinks`, [H] or None, are logits of a column of value 0 in every softmax (`merge.add_sinks`).
-    The function saves q, k, v, sinks, out and lse only. The backward of a tile with the merged out and lse is its exact
-    share of the gradient, so backward visits the tiles again and needs nothing else from forward. lse has no gradient.
-    By the heads transport the saved tensors are of each piece of the heads, as it was computed, so that backward moves
-    gradients alone, and the lse that is returned is empty without `with_lse`.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, execution: Execution, with_lse: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        if isinstance(execution.transport, HeadsTransport):
-            out, lse, passes = _heads_forward(q, k, v, sinks, execution, with_lse)
-        else:
-            passes = [forward_pass(q, k, v, sinks, execution)]
-            *_, out, lse = passes[0]
-        ctx.save_for_backward(sinks, *itertools.chain.from_iterable(passes))
-        ctx.execution, ctx.tensors_of_a_pass = execution, len(passes[0])
-        ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-        sinks, *saved = ctx.saved_tensors
-        execution: Execution = ctx.execution
-        if execution.before_backward is not None:
-            execution.before_backward()
-        passes = [Saved(*tensors) for tensors in zip(*[iter(saved)] * ctx.tensors_of_a_pass)]
-        if isinstance(execution.transport, HeadsTransport):
-            *grads, dsinks = _heads_backward(dout, passes, sinks, execution)
-        else:
-            *grads, dsinks = backward_pass(dout, passes[0], sinks, execution)
-        return *(grad.to(dout.dtype) for grad in grads), dsinks, None, None
+    def backward(self, dout: Tensor, passes: list[Saved], sinks: Tensor | None) -> AllGradients:
+        """Returns dq, dk and dv, in the accumulation dtype or the dtype of q, and the gradient of sinks, if there are any."""
+        if isinstance(self.transport, HeadsTransport):
+            return _heads_backward(dout, passes, sinks, self)
+        return backward_pass(dout, passes[0], sinks, self)
 
 
 def _heads_forward(
@@ -116,7 +100,7 @@ def _heads_backward(dout: Tensor, passes: list[Saved], sinks: Tensor | None, exe
 
 def forward_pass(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, execution: Execution) -> Saved:
     """Returns the attention over all steps of the transport; out has the dtype of q."""
-    transport, kernel, scale, _ = execution
+    transport, kernel, scale = execution
     with without_autocast(q):
         whole = transport.whole
         if whole is not None:
@@ -137,12 +121,13 @@ def forward_pass(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, executio
 
 def backward_pass(dout: Tensor, saved: Saved, sinks: Tensor | None, execution: Execution) -> AllGradients:
     """Returns dq, dk and dv, in the accumulation dtype or the dtype of q, and the gradient of sinks, if there are any."""
-    transport, kernel, scale, _ = execution
+    transport, kernel, scale = execution
     with without_autocast(dout):
         whole = transport.whole
         if whole is not None:
             dq, dk, dv = kernel.backward(dout, saved, KernelCall(whole.shape, scale))
         else:
+            saved = saved._replace(**{name: getattr(saved, name).contiguous() for name in ("q", "k", "v")})
             dout, dtype = dout.contiguous(), accumulation_dtype(dout.dtype)
             dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in saved[:3])
             for step in transport.steps(saved.k, saved.v, (dk, dv)):

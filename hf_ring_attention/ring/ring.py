@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pkgutil import resolve_name
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from .bindings import Bindings
 from .callbacks import CALLBACKS
 from .mesh import communicator_of, mesh_of
 from .planner import Planner
-from .shards import SideBySide, check_shard, shard_of, whole_of
+from .shards import RINGS, check_shard, shard_of, whole_of
 
 
 class Ring:
@@ -127,10 +127,12 @@ class Ring:
         #: Reaches all processes that train together: the ring's, or the accelerator's if there is one.
         self._everyone = communicator
         self._accelerator: Callable[[], Any] = lambda: None
-        self._traffic = Traffic()
+        self.counters = Traffic()
         self.calls = Calls(communicator)
+        #: Names the ring in graphs.
+        self.number = RINGS.add(self)
         self.bindings = Bindings()
-        self.planner = Planner(transport, communicator, self.bindings, self._traffic)
+        self.planner = Planner(transport, communicator, self.bindings, self.counters)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ring:
         return self  # a process group cannot be copied, and a copied model belongs to the same ranks
@@ -240,8 +242,9 @@ class Ring:
         """Returns the tensors of all ranks along `dim`, once the ranks have agreed; it is differentiable."""
         if self.world_size == 1:
             return local
-        check = self.calls.backward_check() if is_recorded(local) else None
-        return cast(Tensor, SideBySide.apply(local, self.communicator, self._traffic, dim % local.dim(), check))
+        number = self.calls.next_number() if is_recorded(local) else 0
+        whole: Tensor = torch.ops.hf_ring_attention.side_by_side(local, self.number, dim % local.dim(), number)
+        return whole
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """Returns x of every rank, of equal shapes; it is not differentiable."""
@@ -252,11 +255,11 @@ class Ring:
 
     def traffic(self) -> Traffic:
         """Returns a count of the bytes that this rank has moved since the ring was made or `reset_traffic` was called."""
-        return replace(self._traffic)
+        return replace(self.counters)
 
     def reset_traffic(self) -> None:
         """Starts the counters of `traffic` at zero; calls under way go on counting."""
-        self._traffic.reset()
+        self.counters.reset()
 
     def agreement(
         self, call: str, *, everywhere: bool = False, by_digest: bool = False

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..plan.layouts import SequenceLayout
+from ..transport.agreement import Calls
 from ..transport.communicators import Communicator
 from ..transport.transports import Traffic
+from .operator import LIBRARY, NAMESPACE, Numbered, check_first_derivative
 
 
 def shard_of(tensor: Tensor, layout: SequenceLayout, rank: int, dim: int, fill: float) -> Tensor:
@@ -67,29 +69,66 @@ def _rows_at(x: Tensor, places: Tensor, dim: int) -> Tensor:
     return x.movedim(dim, 1)[rows, places].movedim(1, dim)
 
 
-class SideBySide(torch.autograd.Function):
-    """Tensors of all ranks, one after the other along `dim`; gradients are summed over ranks and sent to their owners."""
+# ---- operators, for graphs too: tensors of all ranks, one after the other along a dimension
 
-    @staticmethod
-    def forward(
-        ctx: Any, local: Tensor, communicator: Communicator, traffic: Traffic, dim: int, before_backward: Any
-    ) -> Tensor:
-        ctx.call = (communicator, traffic, dim, before_backward)
-        with traffic.exchange(*[(communicator.world_size - 1) * local.nbytes] * 2):
-            parts = communicator.gather(local.contiguous())
-        return torch.cat(parts, dim)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        communicator, traffic, dim, before_backward = ctx.call
-        if before_backward is not None:
-            before_backward()
-        # Each rank gets the gradients of its own part only, and adds them in the order of the ranks.
-        parts = grad.movedim(dim, 0).contiguous()
-        counts = [len(parts) // communicator.world_size] * communicator.world_size
-        received = torch.empty_like(parts)
-        with traffic.exchange(*[parts.nbytes - parts.nbytes // communicator.world_size] * 2):
-            communicator.all_to_all(received, parts, counts, counts)()
-        own = received.unflatten(0, (communicator.world_size, counts[0])).sum(0)
-        return own.movedim(0, dim).contiguous(), None, None, None, None
+class Exchange(Protocol):
+    """The part of a ring that the operators need."""
+
+    rank: int
+    world_size: int
+    communicator: Communicator | None
+    calls: Calls
+    counters: Traffic
+
+
+#: The rings that operators name by their numbers.
+RINGS: Numbered[Exchange] = Numbered()
+
+
+def _side_by_side(local: Tensor, ring: int, dim: int, number: int = 0) -> Tensor:
+    communicator = RINGS[ring].communicator
+    assert communicator is not None
+    with RINGS[ring].counters.exchange(*[(communicator.world_size - 1) * local.nbytes] * 2):
+        parts = communicator.gather(local.contiguous())
+    return torch.cat(parts, dim)
+
+
+def _to_owners(grad: Tensor, ring: int, dim: int, number: int = 0) -> Tensor:
+    """Sends gradients to their owners; each rank adds the gradients of its own part in the order of the ranks."""
+    communicator, size = RINGS[ring].communicator, RINGS[ring].world_size
+    assert communicator is not None
+    RINGS[ring].calls.compare_backward(number)
+    parts = grad.movedim(dim, 0).contiguous()
+    counts = [len(parts) // size] * size
+    received = torch.empty_like(parts)
+    with RINGS[ring].counters.exchange(*[parts.nbytes - parts.nbytes // size] * 2):
+        communicator.all_to_all(received, parts, counts, counts)()
+    own = received.unflatten(0, (size, counts[0])).sum(0)
+    return own.movedim(0, dim).contiguous()
+
+
+def _fake_side_by_side(local: Tensor, ring: int, dim: int, number: int = 0) -> Tensor:
+    return local.new_empty([x * (RINGS[ring].world_size if d == dim else 1) for d, x in enumerate(local.shape)])
+
+
+def _fake_to_owners(grad: Tensor, ring: int, dim: int, number: int = 0) -> Tensor:
+    return grad.new_empty([x // (RINGS[ring].world_size if d == dim else 1) for d, x in enumerate(grad.shape)])
+
+
+def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, *ctx.constants = inputs
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    check_first_derivative()
+    return torch.ops.hf_ring_attention.to_owners(grad, *ctx.constants), None, None, None
+
+
+LIBRARY.define("side_by_side(Tensor local, int ring, int dim, int number=0) -> Tensor")
+LIBRARY.define("to_owners(Tensor grad, int ring, int dim, int number=0) -> Tensor")
+LIBRARY.impl("side_by_side", _side_by_side, "CompositeExplicitAutograd")
+LIBRARY.impl("to_owners", _to_owners, "CompositeExplicitAutograd")
+torch.library.register_autograd(f"{NAMESPACE}::side_by_side", _backward, setup_context=_set_up, lib=LIBRARY)
+torch.library.register_fake(f"{NAMESPACE}::side_by_side", _fake_side_by_side, lib=LIBRARY)
+torch.library.register_fake(f"{NAMESPACE}::to_owners", _fake_to_owners, lib=LIBRARY)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -132,16 +132,20 @@ class Calls:
             digest = digest or _digest_of_call((call, *values.items()))
             Agreement(self._communicator, "rank", call, values, digest=digest).settle()
 
-    def backward_check(self) -> Callable[[], None] | None:
-        """Returns the first act of a call's backward pass: it checks that all ranks run the backward pass of this call.
-
-        Backward passes in different orders would exchange each other's gradients. None for a rank alone.
-        """
+    def next_number(self) -> int:
+        """Returns the number of a call among those that recorded gradients; 0 for a rank alone."""
         if is_alone(self._communicator):
-            return None
+            return 0
         self._count += 1
-        call = f"the backward pass of call {self._count}, of those that recorded gradients"
-        return partial(self.compare, call, {}, self._count)
+        return self._count
+
+    def compare_backward(self, number: int) -> None:
+        """Checks, as the first act of a call's backward pass, that all ranks run the backward pass of this call.
+
+        Backward passes in different orders would exchange each other's gradients.
+        """
+        if number:
+            self.compare(f"the backward pass of call {number}, of those that recorded gradients", {}, number)
 
 
 def _from_others(communicator: Communicator, number: int) -> list[int]:

@@ -105,4 +105,4 @@ def test_calls_in_other_orders_are_refused_on_every_rank(ranks):
 
 
 def test_one_rank_compares_nothing():
-    assert ra.Ring.alone().calls.backward_check() is None
+    assert ra.Ring.alone().calls.next_number() == 0

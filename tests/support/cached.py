@@ -4,4 +4,4 @@ from hf_ring_attention.ring.attention import Options, checked_call
 
 
 def cached_attention(q, k, v, *, held, sinks=None, **settings):
-    return checked_call(q, k, v, sinks, Options(**settings, held=held)).attend(q, k, v, sinks)[0]
+    return checked_call(q, k, v, sinks, Options(**settings, held=held))(q, k, v, sinks)[0]

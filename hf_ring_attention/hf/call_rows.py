@@ -1,0 +1,95 @@
+"""Finds the rows of a model's call, and compares the calls of all ranks."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..plan.problem import HeldKeys
+from ..ring.ring import Ring
+from ..transport.agreement import digest
+from .cache import ShardedCache, cache_in
+from .config import warn_once
+from .forward_pass import ForwardPass
+from .rows import documents_from_mask, rows_of_call, rows_to_cut, tokens_in
+
+
+def find_rows(now: ForwardPass, kwargs: Mapping[str, Any], multiple: int = 1) -> None:
+    """Finds the rows of a call, and the part of each rank, once all ranks have come with equal calls.
+
+    Args:
+        multiple: the ranks divide a multiple of so many tokens, with padding.
+    """
+    ring, runner, cut_rows, cache = now.ring, now.runner, now.call.rows, cache_in(kwargs)
+    own_cache = not isinstance(cache, ShardedCache) and (cache is not None or kwargs.get("use_cache") is True)
+    if ring is None or ring.world_size == 1 or own_cache:
+        now.whole = ring is not None and ring.world_size > 1
+        if now.whole and ring is not None and ring.rank == 0:
+            warn_once(
+                f"{type(runner).__name__} has its own cache, so all ranks compute whole rows: ra.prefill fills a sharded one",
+                logging.INFO,
+            )
+        _find_rows_alone(now, kwargs)
+        return
+    if isinstance(cache, ShardedCache) and cache.get_seq_length() > 0:
+        now.held = _checked_step(ring, cache, tokens_in(kwargs), kwargs)
+        return
+    with ring.agreement("a forward pass of a model", by_digest=True) as agreed:
+        now.rows = cut_rows or rows_to_cut(
+            runner, ring, kwargs, layout=getattr(cache, "layout", None), multiple=multiple
+        )
+        part = None if cut_rows is None or cut_rows.layout is None else cut_rows.layout.local_len
+        for name, value in kwargs.items():
+            if isinstance(value, Tensor) and (part is None or value.shape[1:2] != (part,)):
+                agreed.same(name, digest(value))
+            elif value is None or isinstance(value, (bool, int, float, str)):
+                agreed.same(name, value)
+        agreed.same("the tokens of a cut batch", now.rows.checksum)
+        agreed.same("the division of the rows", digest(now.rows))
+        agreed.same("whether the model trains", runner.training)
+        agreed.same("whether gradients are recorded", torch.is_grad_enabled())
+
+
+def _find_rows_alone(now: ForwardPass, kwargs: Mapping[str, Any]) -> None:
+    """Finds the rows of a call that this process computes by itself."""
+    tokens = tokens_in(kwargs)
+    if tokens is None or tokens.dim() < 2:
+        return
+    if cache_in(kwargs) is not None:
+        if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None:
+            raise ValueError("cu_seq_lens and seq_idx describe packed rows, which have no cache: pass use_cache=False")
+        return
+    now.rows = rows_of_call(now.runner, tokens, kwargs)
+    if now.rows.packed and "position_ids" not in inspect.signature(now.runner.forward).parameters:
+        raise ValueError(
+            f"{type(now.runner).__name__} was given packed rows, and takes no position_ids: pass one document a row, padded"
+        )
+
+
+def _checked_step(ring: Ring, cache: ShardedCache, tokens: Tensor | None, kwargs: Mapping[str, Any]) -> HeldKeys:
+    """Returns what this rank's cache holds in a step of generation; all ranks must have the same tokens, positions and mask."""
+    mask, held = kwargs.get("attention_mask"), cache.get_seq_length()
+    with ring.agreement("a step of generation", by_digest=True) as call:
+        if tokens is None:
+            raise ValueError("a forward pass needs input_ids or inputs_embeds")
+        length = tokens.shape[1]
+        call.same("the tokens of a step", digest(tokens))
+        if tokens.shape[0] != cache.num_rows:
+            came = f"{tokens.shape[0]} came: for beams, call cache.batch_repeat_interleave(beams)"
+            raise ValueError(f"the cache holds {cache.num_rows} batch rows, and {came}")
+        call.same("position_ids of a step", digest(kwargs.get("position_ids")))
+        call.same("attention_mask of a step", digest(mask))
+        mask_len = mask.shape[1] if isinstance(mask, Tensor) and mask.dim() == 2 else held + length
+        if length == 0 or mask_len != held + length:
+            raise ValueError(
+                f"the cache holds {held} tokens, and {length} came, so an attention_mask has {held} + {length} = "
+                f"{held + length}, not {mask_len}: call model.generate(torch.cat([document, question], 1), cache=cache)"
+            )
+        if isinstance(mask, Tensor):
+            documents_from_mask(mask != 0)
+    return cache.held(ring.rank, length)

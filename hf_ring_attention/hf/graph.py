@@ -1,0 +1,245 @@
+"""The call of a patched model inside a graph of torch.compile: operators find its rows, and cut and join them.
+
+A graph holds tensors and constants alone. So the operator `begin` finds the rows of a call when the graph runs, and returns
+their number, which takes the place of the mask; `attend` looks up the rest by it. Calls that need more than this (a cache,
+images, recurrent layers, a loss of one's own, the heads transport) break the graph, and run as they do without one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from ..compute.private import implementation_of
+from ..ring.attention import CheckedCall
+from ..ring.operator import CALLS, LIBRARY, NAMESPACE
+from ..ring.ring import Ring
+from ..ring.shards import RINGS, shard_of, whole_of
+from .attention import call_in_graph
+from .call_rows import find_rows
+from .config import patterns_of_layers
+from .forward_pass import CALL, Call, ForwardPass
+from .hybrid_types import MIXERS
+from .join import LOGITS_NOT_FORMED
+from .lm_loss import IGNORED
+from .masks import Tokens, tokens_of
+from .registration import IMPLEMENTATION
+from .rows import first_position, places_of
+from .support import calls_loss_function
+from .wrappers import MODULES, attached_ring, attachment_of
+
+#: The value of `CALL` for a decoder whose last hidden states stay parts in a graph.
+_PARTS = "parts"
+
+#: Arguments of a call that a graph can hold.
+_ARGUMENTS = {
+    "input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "logits_to_keep", "num_items_in_batch",
+    "use_cache", "return_dict",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class GraphTokens(Tokens):
+    """The keys of the layers of a call inside a graph, and its calls of attention."""
+
+    forward_pass: ForwardPass | None = None
+    calls: dict[Any, CheckedCall] = field(
+        default_factory=dict
+    )  # those that recorded gradients, until their backward pass
+
+    def call_of(self, tensors: tuple[Tensor | None, ...], constants: dict[str, Any], backward: bool) -> CheckedCall:
+        """Returns the call of a layer, forward or for its backward pass."""
+        q, k, *_ = tensors
+        assert q is not None and k is not None
+        of_layer = (constants["layer"], q.shape, k.shape)
+        call = self.calls.pop(of_layer, None) if backward else None
+        if call is None:
+            assert self.forward_pass is not None
+            call = call_in_graph(self.forward_pass, self, tensors, constants)
+        if constants.get("recorded") and not backward:
+            self.calls[of_layer] = call
+        return call
+
+
+def fits_a_graph(model: PreTrainedModel, runner: PreTrainedModel, ring: Ring | None) -> bool:
+    """Returns whether a graph can hold calls of a model: a decoder of text, with rotary positions or none."""
+    config = runner.config
+    causal = all(getattr(module, "is_causal", True) for module in runner.modules())
+    plain = config.get_text_config() is model.config and config.model_type not in MIXERS and places_of(runner) is None
+    counts = getattr(config, "attn_temperature_tuning", False) or getattr(config, "output_router_logits", False)
+    takes_positions = "position_ids" in inspect.signature(runner.forward).parameters
+    return (
+        plain
+        and causal
+        and not counts
+        and takes_positions
+        and not first_position(runner)
+        and (ring is None or ring.transport != "heads")
+    )
+
+
+def loss_fits_parts(model: PreTrainedModel) -> bool:
+    """Returns whether a model has the loss of next tokens, which each rank can compute for its part of the rows."""
+    return model.get_output_embeddings() is not None and calls_loss_function(type(model))
+
+
+# ---- operators
+
+
+def _begin(tokens: Tensor, mask: Tensor | None, positions: Tensor | None, model: int, recorded: bool) -> Tensor:
+    """Finds the rows of a call, once all ranks have come with equal calls; returns their number as a mask."""
+    runner: Any = MODULES[model]
+    name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
+    kwargs = {name: tokens, "attention_mask": mask, "position_ids": positions}
+    now = ForwardPass(runner, runner, attached_ring(runner), Call(), own_patterns=patterns_of_layers(runner.config))
+    with torch.set_grad_enabled(recorded):
+        find_rows(now, kwargs, multiple=2 * (1 if now.ring is None else now.ring.world_size))
+    found = Tokens(now.documents) if now.documents is not None else tokens_of(mask)
+    if found.valid is not None:
+        raise NotImplementedError(
+            f"{type(runner).__name__} in one graph got padding inside a document: pad before or after it, or call the model "
+            f"without torch.compile"
+        )
+    now.runner = now.module = None  # Facts that wait for a backward pass keep no model alive.
+    return torch.tensor([[[[CALLS.add(GraphTokens(found.documents, layout=now.layout, forward_pass=now), keep=True)]]]])
+
+
+def _tokens_of_ranks(call: Tensor, ring: int, batch: int, length: int) -> tuple[Tensor, Tensor]:
+    """Returns the numbers [B, n local] of a rank's tokens, and the places [B, n] of tokens in the parts of all ranks.
+
+    Numbers of padding are `length` or more.
+    """
+    layout, of_ring = CALLS[int(call)].layout, RINGS[ring]
+    numbers = torch.arange(layout.seq_len).expand(batch, -1)
+    places = torch.arange(layout.padded_len).expand(batch, -1)
+    own = shard_of(numbers, layout, of_ring.rank, 1, layout.seq_len)
+    return own.contiguous(), whole_of(places, layout, 1)[:, :length].contiguous()
+
+
+LIBRARY.define("begin(Tensor tokens, Tensor? mask, Tensor? positions, int model, bool recorded) -> Tensor")
+LIBRARY.define("tokens_of_ranks(Tensor call, int ring, SymInt batch, SymInt length) -> (Tensor, Tensor)")
+LIBRARY.impl("begin", _begin, "CompositeExplicitAutograd")
+LIBRARY.impl("tokens_of_ranks", _tokens_of_ranks, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake(f"{NAMESPACE}::begin", lib=LIBRARY)
+def _fake_begin(tokens: Tensor, *others: Any) -> Tensor:
+    return torch.empty(1, 1, 1, 1, dtype=torch.int64, device="cpu")
+
+
+@torch.library.register_fake(f"{NAMESPACE}::tokens_of_ranks", lib=LIBRARY)
+def _fake_tokens_of_ranks(call: Tensor, ring: int, batch: int, length: int) -> tuple[Tensor, Tensor]:
+    pieces = 2 * RINGS[ring].world_size
+    local = 2 * ((length + pieces - 1) // pieces)
+    return call.new_empty(batch, local), call.new_empty(batch, length)
+
+
+# ---- hooks, as they are traced
+
+
+def in_graph(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Returns whether a call is traced into a graph that can hold it."""
+    attachment = attachment_of(module)
+    if not torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting() or attachment is None:
+        return False
+    mask, call = kwargs.get("attention_mask"), kwargs.get(CALL)
+    has_cut_labels = attachment.is_decoder or isinstance(call, str)
+    alone = attachment.ring is None or attachment.ring.world_size == 1
+    known = (*_ARGUMENTS, CALL, "shift_labels") if alone or has_cut_labels else (*_ARGUMENTS, CALL)
+    rows = len(args) == 0 or (len(args) == 1 and isinstance(args[0], Tensor))
+    masked = mask is None or (isinstance(mask, Tensor) and (mask.dim() == 2 or _is_number(mask)))
+    plain = call is None or isinstance(call, (str, Tensor))
+    ours = attachment.in_graphs and implementation_of(module.config) == IMPLEMENTATION
+    return ours and rows and masked and plain and all(name in known for name, x in kwargs.items() if x is not None)
+
+
+def _is_number(mask: Any) -> bool:
+    return isinstance(mask, Tensor) and mask.dim() == 4 and mask.dtype == torch.int64
+
+
+def begin_in_graph(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a model or of its decoder: the number of its rows in place of the mask, and its part of them."""
+    if args:
+        kwargs = {"input_ids": args[0], **kwargs}
+    attachment = attachment_of(module)
+    assert attachment is not None
+    ring, mask, is_decoder = attachment.ring, kwargs.get("attention_mask"), attachment.is_decoder
+    alone = ring is None or ring.world_size == 1
+    if not is_decoder and (alone or not _has_loss_of_part(module, kwargs)):
+        return kwargs
+    ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+    tokens: Any = ids if embeds is None else embeds
+    if not _is_number(mask):
+        mask = torch.ops.hf_ring_attention.begin(
+            tokens, mask, kwargs.get("position_ids"), attachment.number, torch.is_grad_enabled()
+        )
+        kwargs = {**kwargs, "attention_mask": mask}
+    if ring is None or alone:
+        return kwargs
+    batch, length = tokens.shape[:2]
+    own, places = torch.ops.hf_ring_attention.tokens_of_ranks(mask, ring.number, batch, length)
+    own, places = own.to(tokens.device), places.to(tokens.device)
+    if not is_decoder:
+        return _with_loss_of_part(kwargs, own)
+    positions = kwargs.get("position_ids")
+    if positions is None:
+        positions = torch.arange(length, device=tokens.device)[None]
+    kwargs = {**kwargs, "position_ids": _part(positions.expand(batch, -1), own), "use_cache": False}
+    if ids is not None:
+        kwargs["input_ids"] = _part(ids, own)
+    if embeds is not None:
+        kwargs["inputs_embeds"] = _part(embeds, own)
+    if kwargs.get(CALL) is None:
+        kwargs[CALL] = places
+    return kwargs
+
+
+def _has_loss_of_part(module: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Returns whether the loss of a call is a cross entropy of next tokens, which each rank can compute for its part."""
+    labels, keep = kwargs.get("labels"), kwargs.get("logits_to_keep")
+    computed = attachment_of(module).loss_in_parts and module.loss_function is ForCausalLMLoss  # type: ignore[union-attr]
+    return labels is not None and computed and (keep is None or (isinstance(keep, int) and keep == 0))
+
+
+def _part(x: Tensor, own: Tensor, fill: int = 0) -> Tensor:
+    """Returns the tokens [B, n local, ...] of x [B, n, ...] with these numbers; those beyond its end are padding."""
+    index, inside = own.clamp(max=x.shape[1] - 1), own < x.shape[1]
+    if x.dim() == 3:
+        index, inside = index[..., None].expand(-1, -1, x.shape[2]), inside[..., None]
+    return torch.where(inside, x.gather(1, index), fill)
+
+
+def _with_loss_of_part(kwargs: dict[str, Any], own: Tensor) -> dict[str, Any]:
+    """Returns the arguments of a model that computes the loss of its part of the rows, as a share of the whole loss."""
+    following = F.pad(kwargs["labels"][:, 1:], (0, 1), value=IGNORED)
+    count, labels = kwargs.get("num_items_in_batch"), _part(following, own, IGNORED)
+    if count is None:
+        count = (following != IGNORED).sum()
+    return {**kwargs, "labels": labels, "shift_labels": labels, "num_items_in_batch": count, CALL: _PARTS}
+
+
+def end_in_graph(module: Any, kwargs: Mapping[str, Any], output: Any) -> Any:
+    """Returns the output of a model or of its decoder with whole rows in place of parts."""
+    attachment, places = attachment_of(module), kwargs.get(CALL)
+    assert attachment is not None
+    ring = attachment.ring
+    if ring is None or ring.world_size == 1 or places is None:
+        return output
+    if isinstance(places, Tensor):
+        if attachment.is_decoder:
+            hidden = output["last_hidden_state"]
+            shards = torch.ops.hf_ring_attention.side_by_side(hidden, ring.number, 1)
+            output["last_hidden_state"] = shards.gather(1, places[..., None].expand(-1, -1, hidden.shape[2]))
+    elif not attachment.is_decoder:
+        share = output["loss"].reshape(1)
+        output["loss"] = torch.ops.hf_ring_attention.side_by_side(share, ring.number, 0).sum()
+        output["logits"] = LOGITS_NOT_FORMED
+    return output

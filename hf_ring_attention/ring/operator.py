@@ -1,0 +1,156 @@
+"""The operators of torch.library behind every call of attention: one forward, one for its backward pass.
+
+A graph of torch.compile holds tensors and constants alone. So a call travels by its number, a tensor [1] on the CPU, and the
+operators look up its plan, its ring and its kernel (`CALLS`). Selective checkpointing keeps the results of the forward
+operator, and the backward pass then repeats neither attention nor its messages.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import deque
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..compute.kernel import Saved
+from ..compute.merge import accumulation_dtype
+from .engine import AllGradients, Results
+
+#: The namespace of the operators.
+NAMESPACE = "hf_ring_attention"
+LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+
+#: The values of graphs that are kept until so many others have come: those of the last calls, whose backward may come.
+_KEPT = 256
+
+Value = TypeVar("Value")
+
+
+class Numbered(Generic[Value]):
+    """Values by their numbers. It keeps no value alive but the last ones that graphs name."""
+
+    def __init__(self) -> None:
+        self._values: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._numbers = itertools.count(1)
+        self._kept: deque[Any] = deque(maxlen=_KEPT)
+
+    def add(self, value: Value, keep: bool = False) -> int:
+        """Returns a new number for a value."""
+        number = next(self._numbers)
+        self._values[number] = value
+        if keep:
+            self._kept.append(value)
+        return number
+
+    def __getitem__(self, number: int) -> Value:
+        value: Value | None = self._values.get(number)
+        if value is None:
+            raise RuntimeError("a mask or a graph names a forward pass that is over: call the model again")
+        return value
+
+
+class OperatorCall(Protocol):
+    """A call of attention as the operators execute it."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, with_lse: bool) -> Results:
+        """Returns out, lse and, for the heads transport, the tensors that backward needs."""
+
+    def attend_backward(self, dout: Tensor, saved: list[Saved], sinks: Tensor | None, number: int) -> AllGradients:
+        """Returns the gradients of q, k, v and sinks."""
+
+
+class CallSource(Protocol):
+    """A number in a graph: a call that was checked already, or one that is checked when it comes."""
+
+    def call_of(self, tensors: tuple[Tensor | None, ...], constants: dict[str, Any], backward: bool) -> OperatorCall:
+        """Returns the call of tensors (q, k, v, sinks), forward or for its backward pass."""
+
+
+#: What tensors name: calls (`CallSource`), and the facts of masks.
+CALLS: Numbered[Any] = Numbered()
+
+#: Constants of a call: its number among those that recorded gradients, and whether its lse is used. Then of a layer in a graph:
+#: its number, whether gradients are recorded, and the arguments that Transformers gives it; of the others only the names.
+_CONSTANTS = (
+    "*, int number=0, bool with_lse=False, int layer=0, bool recorded=False, float dropout=0.0, float? scaling=None, "
+    "int? sliding_window=None, float? softcap=None, str others=''"
+)
+
+
+def _attend_by_heads(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Tensor, **constants: Any
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    operator_call = CALLS[int(call)].call_of((q, k, v, sinks), constants, backward=False)
+    return operator_call.attend(q, k, v, sinks, constants.get("with_lse", False))
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Tensor, **constants: Any
+) -> tuple[Tensor, Tensor]:
+    return _attend_by_heads(q, k, v, sinks, call, **constants)[:2]
+
+
+def _attend_backward(
+    dout: Tensor, saved: list[Tensor], sinks: Tensor | None, call: Tensor, **constants: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    passes = [Saved(*tensors) for tensors in zip(*[iter(saved)] * 5)]
+    operator_call = CALLS[int(call)].call_of((*saved[:3], sinks), constants, backward=True)
+    *grads, dsinks = operator_call.attend_backward(dout, passes, sinks, constants.get("number", 0))
+    dq, dk, dv = (grad.to(dout.dtype) for grad in grads)
+    return dq, dk, dv, dout.new_empty(0) if dsinks is None else dsinks
+
+
+def _fake_attend(q: Tensor, k: Tensor, v: Tensor, *others: Any, **constants: Any) -> tuple[Tensor, Tensor]:
+    out = q.new_empty(*q.shape[:3], v.shape[-1])
+    return out, q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+
+
+def _fake_backward(
+    dout: Tensor, saved: list[Tensor], sinks: Tensor | None, *others: Any, **constants: Any
+) -> tuple[Tensor, ...]:
+    grads = (x.new_empty(x.shape, dtype=dout.dtype) for x in saved[:3])
+    return *grads, dout.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+
+
+def check_first_derivative() -> None:
+    """Refuses a backward pass that is recorded itself: the operators have no second derivative."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("ring_dilated has no second derivative: leave out create_graph=True, or use 'eager'")
+
+
+def _set_up(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Any, ...]) -> None:
+    (q, k, v, sinks, call), (out, lse, *saved) = inputs, output
+    ctx.constants = keyword_only_inputs
+    ctx.mark_non_differentiable(lse, *itertools.chain(*saved))
+    ctx.save_for_backward(call, sinks, *(saved[0] if saved else (q, k, v, out, lse)))
+    if type(call) is Tensor:  # The backward pass keeps its call alive; graphs keep their last ones (`Numbered`).
+        ctx.source = CALLS[int(call)]
+
+
+def _backward(ctx: Any, dout: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
+    check_first_derivative()
+    call, sinks, *saved = ctx.saved_tensors
+    *grads, dsinks = torch.ops.hf_ring_attention.attend_backward(dout, saved, sinks, call, **ctx.constants)
+    return *grads, None if sinks is None else dsinks, None
+
+
+_QUERY = f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor call, {_CONSTANTS})"
+LIBRARY.define(f"attend{_QUERY} -> (Tensor, Tensor)")
+LIBRARY.define(f"attend_by_heads{_QUERY} -> (Tensor, Tensor, Tensor[])")
+LIBRARY.define(
+    f"attend_backward(Tensor dout, Tensor[] saved, Tensor? sinks, Tensor call, {_CONSTANTS}) "
+    f"-> (Tensor, Tensor, Tensor, Tensor)"
+)
+for _name, _function in (
+    ("attend", _attend),
+    ("attend_by_heads", _attend_by_heads),
+    ("attend_backward", _attend_backward),
+):
+    LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+for _name in ("attend", "attend_by_heads"):
+    torch.library.register_autograd(f"{NAMESPACE}::{_name}", _backward, setup_context=_set_up, lib=LIBRARY)
+torch.library.register_fake(f"{NAMESPACE}::attend", _fake_attend, lib=LIBRARY)
+torch.library.register_fake(f"{NAMESPACE}::attend_backward", _fake_backward, lib=LIBRARY)
