@@ -23,6 +23,7 @@ from .plan.choices import Decision as Decision
 from .plan.layouts import SequenceLayout as SequenceLayout
 from .plan.patterns import Pattern as Pattern
 from .ring.attention import ring_attention as ring_attention
+from .ring.operator import keep_attention as keep_attention
 from .ring.ring import Ring as Ring
 from .ring.simulation import run_simulated as run_simulated
 from .ring.simulation import simulate as simulate
@@ -58,6 +59,7 @@ __all__ = [
     "estimate",
     "exact_attention",
     "explain",
+    "keep_attention",
     "naming_lost_processes",
     "pack_documents",
     "patch_config",

@@ -21,12 +21,15 @@ from torch import Tensor, nn
 _HOOKS_BEFORE = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 _HOOKS_AFTER = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
+#: A module whose attributes are looked at: torch.compile puts another function in place of `Module.__init__`.
+PLAIN_MODULE = nn.Module()
+
 #: The private names, by library and place. A place is found by its name, unless `check` is given it. It may be a function:
 #: the name is then its variable, or an attribute that it reads or sets.
 PROBED: dict[str, dict[str, tuple[str, ...]]] = {
     "torch": {
         "torch.nn.Module": ("_call_impl",),
-        "torch.nn.Module.__init__": (*_HOOKS_BEFORE, *_HOOKS_AFTER),
+        f"{__name__}.PLAIN_MODULE": (*_HOOKS_BEFORE, *_HOOKS_AFTER),
         "torch.Tensor": ("_make_wrapper_subclass", "_version"),
         "torch.utils": ("_pytree",),
         "torch.ops.aten": (

@@ -88,21 +88,21 @@ def ring_dilated_attention(
     device = query.device.type
     if torch.is_autocast_enabled(device):
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
-    if torch.compiler.is_dynamo_compiling() and isinstance(attention_mask, Tensor) and attention_mask.dim() == 4:
-        attachment = attachment_of(module)
+    settings = (dropout, scaling, sliding_window, softcap)
+    if torch.compiler.is_dynamo_compiling():
+        attachment, named = attachment_of(module), isinstance(attention_mask, Tensor) and attention_mask.dim() == 4
         others = [name for name, x in kwargs.items() if x is not None and x is not False and name != CALL]
-        if attachment is not None and attachment.in_graphs and "is_causal" not in others:
+        if attachment is not None and attachment.in_graphs and named and "is_causal" not in others:
             out, _ = torch.ops.hf_ring_attention.attend(
                 query, key, value, s_aux, attention_mask, layer=attachment.number, recorded=torch.is_grad_enabled(),
                 dropout=dropout, scaling=scaling, sliding_window=sliding_window, softcap=softcap, others=",".join(others),
             )  # fmt: skip
             return out.transpose(1, 2).contiguous(), None
-    settings = (dropout, scaling, sliding_window, softcap)
-    return _attention_outside_of_graphs(module, (query, key, value, s_aux), attention_mask, settings, kwargs), None
+        return _at_a_graph_break(module, (query, key, value, s_aux), attention_mask, settings, kwargs), None
+    return _outside_of_graphs(module, (query, key, value, s_aux), attention_mask, settings, kwargs), None
 
 
-@torch.compiler.disable(reason=UNTRACEABLE)
-def _attention_outside_of_graphs(
+def _outside_of_graphs(
     module: nn.Module,
     tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
     mask: Tensor | None,
@@ -110,7 +110,6 @@ def _attention_outside_of_graphs(
     kwargs: Mapping[str, Any],
 ) -> Tensor:
     """Returns out [B, m, H, Dv] of a layer."""
-    check_not_traced()
     now = forward_pass_of(getattr(module, "config", None))
     layer = _layer_of(module, now, tensors, mask, settings, kwargs)
     query, key, value, s_aux = tensors
@@ -131,14 +130,24 @@ def _attention_outside_of_graphs(
     return out.transpose(1, 2).contiguous()
 
 
+_at_a_graph_break = torch.compiler.disable(_outside_of_graphs, reason=UNTRACEABLE)
+
+
 def call_in_graph(
-    now: ForwardPass, tokens: Tokens, tensors: tuple[Any, ...], constants: Mapping[str, Any]
+    now: ForwardPass,
+    tokens: Tokens,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    constants: Mapping[str, Any],
 ) -> CheckedCall:
     """Returns the call of a layer inside a graph; the first layer of a kind in a forward pass checks and plans it."""
     scaling, window, softcap = (constants.get(name) for name in ("scaling", "sliding_window", "softcap"))
     others = dict.fromkeys(filter(None, constants.get("others", "").split(",")), True)
     module, settings = MODULES[constants["layer"]], (constants.get("dropout", 0.0), scaling, window, softcap)
-    return _layer_of(module, now, tensors, tokens, settings, others, constants.get("recorded", False)).call
+    recorded = constants.get("recorded", False)
+    return _layer_of(module, now, (query, key, value, sinks), tokens, settings, others, recorded).call
 
 
 def _layer_of(
@@ -190,6 +199,7 @@ def _layer_call(
     recorded_in_graph: bool | None,
 ) -> _LayerCall:
     """Checks a layer's call, decides its pattern, documents and ring, and plans it."""
+    check_not_traced()
     query, key, value, sinks = tensors
     dropout, scaling, sliding_window, softcap = settings
     ring = attached_ring(module)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..compute.private import implementation_of
-from ..ring.attention import CheckedCall
+from ..ring.attention import CallsInGraph
 from ..ring.operator import CALLS, LIBRARY, NAMESPACE
 from ..ring.ring import Ring
 from ..ring.shards import RINGS, shard_of, whole_of
@@ -44,29 +44,6 @@ _ARGUMENTS = {
     "input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "logits_to_keep", "num_items_in_batch",
     "use_cache", "return_dict",
 }  # fmt: skip
-
-
-@dataclass(frozen=True, eq=False)
-class GraphTokens(Tokens):
-    """The keys of the layers of a call inside a graph, and its calls of attention."""
-
-    forward_pass: ForwardPass | None = None
-    calls: dict[Any, CheckedCall] = field(
-        default_factory=dict
-    )  # those that recorded gradients, until their backward pass
-
-    def call_of(self, tensors: tuple[Tensor | None, ...], constants: dict[str, Any], backward: bool) -> CheckedCall:
-        """Returns the call of a layer, forward or for its backward pass."""
-        q, k, *_ = tensors
-        assert q is not None and k is not None
-        of_layer = (constants["layer"], q.shape, k.shape)
-        call = self.calls.pop(of_layer, None) if backward else None
-        if call is None:
-            assert self.forward_pass is not None
-            call = call_in_graph(self.forward_pass, self, tensors, constants)
-        if constants.get("recorded") and not backward:
-            self.calls[of_layer] = call
-        return call
 
 
 def fits_a_graph(model: PreTrainedModel, runner: PreTrainedModel, ring: Ring | None) -> bool:
@@ -94,6 +71,14 @@ def loss_fits_parts(model: PreTrainedModel) -> bool:
 # ---- operators
 
 
+class RowsInGraph(CallsInGraph):
+    """The rows of a call inside a graph, as a number in place of its mask names them, and the calls of its layers."""
+
+    def __init__(self, now: ForwardPass, tokens: Tokens) -> None:
+        super().__init__(partial(call_in_graph, now, tokens))
+        self.tokens = tokens
+
+
 def _begin(tokens: Tensor, mask: Tensor | None, positions: Tensor | None, model: int, recorded: bool) -> Tensor:
     """Finds the rows of a call, once all ranks have come with equal calls; returns their number as a mask."""
     runner: Any = MODULES[model]
@@ -109,7 +94,8 @@ def _begin(tokens: Tensor, mask: Tensor | None, positions: Tensor | None, model:
             f"without torch.compile"
         )
     now.runner = now.module = None  # Facts that wait for a backward pass keep no model alive.
-    return torch.tensor([[[[CALLS.add(GraphTokens(found.documents, layout=now.layout, forward_pass=now), keep=True)]]]])
+    rows = RowsInGraph(now, Tokens(found.documents, layout=now.layout))
+    return torch.tensor([[[[CALLS.add(rows, keep=True)]]]])
 
 
 def _tokens_of_ranks(call: Tensor, ring: int, batch: int, length: int) -> tuple[Tensor, Tensor]:
@@ -117,7 +103,7 @@ def _tokens_of_ranks(call: Tensor, ring: int, batch: int, length: int) -> tuple[
 
     Numbers of padding are `length` or more.
     """
-    layout, of_ring = CALLS[int(call)].layout, RINGS[ring]
+    layout, of_ring = CALLS[int(call)].tokens.layout, RINGS[ring]
     numbers = torch.arange(layout.seq_len).expand(batch, -1)
     places = torch.arange(layout.padded_len).expand(batch, -1)
     own = shard_of(numbers, layout, of_ring.rank, 1, layout.seq_len)

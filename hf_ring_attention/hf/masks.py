@@ -181,8 +181,8 @@ def tokens_of(mask: Tensor | None) -> Tokens:
         return Tokens()
     number = number_of(mask)
     if number is not None:
-        tokens = CALLS[number]
-        assert isinstance(tokens, Tokens)
+        named = CALLS[number]
+        tokens: Tokens = getattr(named, "tokens", named)  # A graph names its rows together with its calls.
         return tokens
     numbers = (mask != 0 if mask.is_floating_point() else mask).to(torch.int64).cpu()
     documents, valid = _documents_and_padding(numbers)

@@ -78,12 +78,13 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
 
 def before_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Begins the call of a model, and gives its decoder this rank's part of the rows."""
-    if in_graph(module, args, kwargs):
-        return (), begin_in_graph(module, args, kwargs)
+    if torch.compiler.is_dynamo_compiling():
+        if in_graph(module, args, kwargs):
+            return (), begin_in_graph(module, args, kwargs)
+        return _before_model_at_a_graph_break(module, args, kwargs)
     return _before_model(module, args, kwargs)
 
 
-@torch.compiler.disable(reason=UNTRACEABLE)
 def _before_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     check_not_traced()
     drop_broken_passes()
@@ -123,12 +124,13 @@ def _of_decoder(now: ForwardPass, rows: WholeRows, kwargs: dict[str, Any]) -> di
 
 def after_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Joins the results of the decoder, and ends the call of a model."""
-    if in_graph(module, args, kwargs):
-        return end_in_graph(module, kwargs, output)
+    if torch.compiler.is_dynamo_compiling():
+        if in_graph(module, args, kwargs):
+            return end_in_graph(module, kwargs, output)
+        return _after_model_at_a_graph_break(module, args, kwargs, output)
     return _after_model(module, args, kwargs, output)
 
 
-@torch.compiler.disable(reason="it belongs to before_model")
 def _after_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     runner = runner_of(module)
     now = forward_pass_of(runner.config)
@@ -137,6 +139,10 @@ def _after_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[st
     if module is runner and now.layout is not None and output is not None:
         output = joined_output(now, output)
     return end_call(now, kwargs, output) if now.module is module else output
+
+
+_before_model_at_a_graph_break = torch.compiler.disable(_before_model, reason=UNTRACEABLE)
+_after_model_at_a_graph_break = torch.compiler.disable(_after_model, reason="it belongs to before_model")
 
 
 # ---- the beginning of a call

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -25,6 +25,8 @@ from .planner import CallKey
 from .ring import Ring, is_recorded
 
 _ALONE = Ring.alone()
+#: The calls of `ring_attention` in graphs, which may run at any time.
+_TRACED: list[CallsInGraph] = []
 
 #: The name of a call of attention when ranks compare their calls, here or in a model that refuses its part.
 FORWARD = "a forward pass of attention"
@@ -42,8 +44,6 @@ def check_not_traced() -> None:
         raise NotImplementedError(f"torch.export or torch.jit.trace was asked for: {UNTRACEABLE}")
 
 
-# The graph breaks here on purpose: a compiler cannot plan, check or send messages, and kernels are compiled already.
-@torch.compiler.disable(reason=UNTRACEABLE)
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -97,10 +97,39 @@ def ring_attention(
         >>> torch.allclose(ra.run_simulated(attend, 2)[0], ra.ring_attention(x, x, x, pattern="window:4"), atol=1e-5)
         True
     """
-    check_not_traced()
-    options = Options(pattern, ring, layout, causal, scale, documents, softcap, head_shard)
-    out, lse = checked_call(q, k, v, sinks, options)(q, k, v, sinks, return_lse)
+    arguments = (pattern, ring, layout, causal, scale, documents, softcap, head_shard)
+    if not torch.compiler.is_dynamo_compiling():
+        out, lse = _outside_of_graphs(q, k, v, sinks, arguments, return_lse)
+    elif layout is None and documents is None and (ring is None or ring.transport != "heads"):
+        call = torch.full((1,), _number_in_graphs(*arguments))
+        constants = {"with_lse": return_lse, "recorded": torch.is_grad_enabled()}
+        out, lse = torch.ops.hf_ring_attention.attend(q, k, v, sinks, call, **constants)
+    else:  # Rows of their own would need a graph of their own.
+        out, lse = _at_a_graph_break(q, k, v, sinks, arguments, return_lse)
     return (out, lse) if return_lse else out
+
+
+def _outside_of_graphs(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: tuple[Any, ...], return_lse: bool
+) -> tuple[Tensor, Tensor]:
+    check_not_traced()
+    return checked_call(q, k, v, sinks, Options(*arguments))(q, k, v, sinks, return_lse)
+
+
+_at_a_graph_break = torch.compiler.disable(_outside_of_graphs, reason=UNTRACEABLE)
+
+
+@torch.compiler.assume_constant_result
+def _number_in_graphs(*arguments: Any) -> int:
+    """Returns the number of a call in the graph that is being traced; its arguments are constants there."""
+
+    def check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, constants: dict[str, Any]) -> CheckedCall:
+        options = Options(*arguments)._replace(recorded_in_graph=constants.get("recorded", False))
+        return checked_call(q, k, v, sinks, options)
+
+    source = CallsInGraph(check)
+    _TRACED.append(source)
+    return CALLS.add(source)
 
 
 class Options(NamedTuple):
@@ -124,6 +153,31 @@ class Options(NamedTuple):
     recorded_in_graph: bool | None = None
 
 
+class CallsInGraph:
+    """A source of calls inside a graph, which are checked and planned when they come.
+
+    Its calls that recorded gradients wait for their backward pass, which plans again if another one has taken the call.
+    """
+
+    def __init__(self, check: Callable[..., CheckedCall]) -> None:
+        self._check, self._waiting = check, dict[Any, CheckedCall]()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, constants: dict[str, Any]) -> Results:
+        """Checks, plans and computes the operator."""
+        call = self._check(q, k, v, sinks, constants)
+        if constants.get("recorded"):
+            self._waiting[(constants.get("layer"), q.shape, k.shape)] = call
+        return call.forward(q, k, v, sinks, constants)
+
+    def backward(
+        self, dout: Tensor, saved: list[Saved], sinks: Tensor | None, constants: dict[str, Any]
+    ) -> AllGradients:
+        """Computes the backward operator."""
+        q, k, v, _, _ = saved[0]
+        call = self._waiting.pop((constants.get("layer"), q.shape, k.shape), None)
+        return (call or self._check(q, k, v, sinks, constants)).backward(dout, saved, sinks, constants)
+
+
 class CheckedCall:
     """A call of attention that was checked and planned. It serves all layers whose calls differ in their numbers only.
 
@@ -144,10 +198,6 @@ class CheckedCall:
             names.attend_by_heads if isinstance(execution.transport, HeadsTransport) else names.attend
         ).default
 
-    def call_of(self, tensors: tuple[Tensor | None, ...], constants: dict[str, Any], backward: bool) -> CheckedCall:
-        """Returns this call, which was checked already."""
-        return self
-
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, with_lse: bool = False
     ) -> tuple[Tensor, Tensor]:
@@ -156,18 +206,20 @@ class CheckedCall:
         results = self._operator(q, k, v, sinks, self._key, number=number, with_lse=with_lse)
         return results[0], results[1]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, with_lse: bool) -> Results:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, constants: dict[str, Any]) -> Results:
         """Computes the operator, once the ranks agree that they all make this call."""
-        if not self._compared:
+        if not self._compared and self.ring.world_size > 1:
             self.ring.calls.compare(FORWARD, self._values, self._digest)
         self._compared = False
-        if self.problem.held is None or self.ring.world_size == 1:
-            return self._execution.forward(q, k, v, sinks, with_lse)
-        return *self._attend_to_cache(q, k, v, sinks), []
+        if self.problem.held is not None and self.ring.world_size > 1:
+            return *self._attend_to_cache(q, k, v, sinks), []
+        return self._execution.forward(q, k, v, sinks, constants.get("with_lse", False))
 
-    def attend_backward(self, dout: Tensor, saved: list[Saved], sinks: Tensor | None, number: int) -> AllGradients:
+    def backward(
+        self, dout: Tensor, saved: list[Saved], sinks: Tensor | None, constants: dict[str, Any]
+    ) -> AllGradients:
         """Computes the backward operator, once the ranks agree that they all run the backward pass of one call."""
-        self.ring.calls.compare_backward(number)
+        self.ring.calls.compare_backward(constants.get("number", 0))
         return self._execution.backward(dout, saved, sinks)
 
     def _attend_to_cache(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
+from contextlib import AbstractContextManager
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ..compute.kernel import Saved
 from ..compute.merge import accumulation_dtype
@@ -52,21 +54,16 @@ class Numbered(Generic[Value]):
         return value
 
 
-class OperatorCall(Protocol):
-    """A call of attention as the operators execute it."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, with_lse: bool) -> Results:
-        """Returns out, lse and, for the heads transport, the tensors that backward needs."""
-
-    def attend_backward(self, dout: Tensor, saved: list[Saved], sinks: Tensor | None, number: int) -> AllGradients:
-        """Returns the gradients of q, k, v and sinks."""
-
-
 class CallSource(Protocol):
     """A number in a graph: a call that was checked already, or one that is checked when it comes."""
 
-    def call_of(self, tensors: tuple[Tensor | None, ...], constants: dict[str, Any], backward: bool) -> OperatorCall:
-        """Returns the call of tensors (q, k, v, sinks), forward or for its backward pass."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, constants: dict[str, Any]) -> Results:
+        """Returns out, lse and, for the heads transport, the tensors that backward needs."""
+
+    def backward(
+        self, dout: Tensor, saved: list[Saved], sinks: Tensor | None, constants: dict[str, Any]
+    ) -> AllGradients:
+        """Returns the gradients of q, k, v and sinks."""
 
 
 #: What tensors name: calls (`CallSource`), and the facts of masks.
@@ -80,25 +77,23 @@ _CONSTANTS = (
 )
 
 
-def _attend_by_heads(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Tensor, **constants: Any
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    operator_call = CALLS[int(call)].call_of((q, k, v, sinks), constants, backward=False)
-    return operator_call.attend(q, k, v, sinks, constants.get("with_lse", False))
-
-
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Tensor, **constants: Any
 ) -> tuple[Tensor, Tensor]:
-    return _attend_by_heads(q, k, v, sinks, call, **constants)[:2]
+    return CALLS[int(call)].forward(q, k, v, sinks, constants)[:2]
+
+
+def _attend_by_heads(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Tensor, **constants: Any
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    return CALLS[int(call)].forward(q, k, v, sinks, constants)
 
 
 def _attend_backward(
     dout: Tensor, saved: list[Tensor], sinks: Tensor | None, call: Tensor, **constants: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     passes = [Saved(*tensors) for tensors in zip(*[iter(saved)] * 5)]
-    operator_call = CALLS[int(call)].call_of((*saved[:3], sinks), constants, backward=True)
-    *grads, dsinks = operator_call.attend_backward(dout, passes, sinks, constants.get("number", 0))
+    *grads, dsinks = CALLS[int(call)].backward(dout, passes, sinks, constants)
     dq, dk, dv = (grad.to(dout.dtype) for grad in grads)
     return dq, dk, dv, dout.new_empty(0) if dsinks is None else dsinks
 
@@ -125,14 +120,16 @@ def _set_up(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, An
     (q, k, v, sinks, call), (out, lse, *saved) = inputs, output
     ctx.constants = keyword_only_inputs
     ctx.mark_non_differentiable(lse, *itertools.chain(*saved))
-    ctx.save_for_backward(call, sinks, *(saved[0] if saved else (q, k, v, out, lse)))
-    if type(call) is Tensor:  # The backward pass keeps its call alive; graphs keep their last ones (`Numbered`).
-        ctx.source = CALLS[int(call)]
+    ctx.call, in_graph = None, type(call) is not Tensor
+    if not in_graph:  # The call of this very forward pass, kept alive: a recomputation makes another one.
+        ctx.call, ctx.source = call, CALLS[int(call)]
+    ctx.save_for_backward(sinks, *(saved[0] if saved else (q, k, v, out, lse)), *[call] * in_graph)
 
 
 def _backward(ctx: Any, dout: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
     check_first_derivative()
-    call, sinks, *saved = ctx.saved_tensors
+    sinks, *saved = ctx.saved_tensors
+    call = saved.pop() if ctx.call is None else ctx.call
     *grads, dsinks = torch.ops.hf_ring_attention.attend_backward(dout, saved, sinks, call, **ctx.constants)
     return *grads, None if sinks is None else dsinks, None
 
@@ -154,3 +151,33 @@ for _name in ("attend", "attend_by_heads"):
     torch.library.register_autograd(f"{NAMESPACE}::{_name}", _backward, setup_context=_set_up, lib=LIBRARY)
 torch.library.register_fake(f"{NAMESPACE}::attend", _fake_attend, lib=LIBRARY)
 torch.library.register_fake(f"{NAMESPACE}::attend_backward", _fake_backward, lib=LIBRARY)
+
+
+# ---- checkpointing that keeps attention
+
+
+def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Makes checkpointing keep the results of attention: backward recomputes a layer without attention and its messages.
+
+    It is a `context_fn` of `torch.utils.checkpoint` (use_reentrant=False). Beside a layer's input, checkpointing then keeps the
+    output [B, n, H, Dv] and the log-sum-exp [B, H, n] of its attention on this rank, about one more tensor of hidden states.
+
+    Returns:
+        The contexts of the forward pass and of its recomputation.
+
+    Example:
+        >>> from torch.utils.checkpoint import checkpoint
+        >>> x = torch.randn(1, 2, 16, 8, requires_grad=True)
+        >>> def layer(x):
+        ...     return ra.ring_attention(x, x, x, pattern="window:4").sin()
+        >>> checkpoint(layer, x, use_reentrant=False, context_fn=ra.keep_attention).sum().backward()
+        >>> kept, x.grad = x.grad, None
+        >>> layer(x).sum().backward()
+        >>> torch.equal(kept, x.grad)
+        True
+    """
+    names = torch.ops.hf_ring_attention
+    contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] = create_selective_checkpoint_contexts(
+        [names.attend.default, names.attend_by_heads.default]
+    )
+    return contexts

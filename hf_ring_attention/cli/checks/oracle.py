@@ -116,6 +116,7 @@ def measure_transport(run: CheckRun, transport: str, neighbours: bool) -> dict[s
         *leaves, dout = (ring.shard(x, layout, dim=2).to(run.device).detach() for x in case.tensors)
         leaves = [x.requires_grad_() for x in leaves]
         out = ring_attention(*leaves, pattern=pattern, ring=ring, layout=layout, documents=case.documents)
+        assert isinstance(out, torch.Tensor)
         results = [x.detach().cpu().double() for x in (out, *torch.autograd.grad(out, leaves, dout))]
         errors = largest_errors(results, [ring.shard(x, layout, dim=2) for x in case.expected], case.expected)
         name = str(dtype).removeprefix("torch.")
