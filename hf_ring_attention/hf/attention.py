@@ -20,7 +20,7 @@ from ..plan.problem import Documents, HeldKeys
 from ..ring.attention import FORWARD, UNTRACEABLE, CheckedCall, Options, check_not_traced, checked_call
 from ..ring.ring import Ring
 from .config import layer_pattern, unpatched_pattern
-from .forward_pass import CALL, ForwardPass, forward_pass_of, number_of, running
+from .forward_pass import CALL, ForwardPass, forward_pass_of, names_rows_in_graph, number_of, running
 from .hybrid_types import MIXERS
 from .masks import OwnBranch, Tokens, padding_first, tokens_of
 from .registration import IMPLEMENTATION
@@ -90,7 +90,7 @@ def ring_dilated_attention(
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     settings = (dropout, scaling, sliding_window, softcap)
     if torch.compiler.is_dynamo_compiling():
-        attachment, named = attachment_of(module), isinstance(attention_mask, Tensor) and attention_mask.dim() == 4
+        attachment, named = attachment_of(module), names_rows_in_graph(attention_mask)
         others = [name for name, x in kwargs.items() if x is not None and x is not False and name != CALL]
         if attachment is not None and attachment.in_graphs and named and "is_causal" not in others:
             out, _ = torch.ops.hf_ring_attention.attend(
@@ -98,11 +98,11 @@ def ring_dilated_attention(
                 dropout=dropout, scaling=scaling, sliding_window=sliding_window, softcap=softcap, others=",".join(others),
             )  # fmt: skip
             return out.transpose(1, 2).contiguous(), None
-        return _at_a_graph_break(module, (query, key, value, s_aux), attention_mask, settings, kwargs), None
-    return _outside_of_graphs(module, (query, key, value, s_aux), attention_mask, settings, kwargs), None
+        return _layer_attention_at_a_break(module, (query, key, value, s_aux), attention_mask, settings, kwargs), None
+    return _layer_attention(module, (query, key, value, s_aux), attention_mask, settings, kwargs), None
 
 
-def _outside_of_graphs(
+def _layer_attention(
     module: nn.Module,
     tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
     mask: Tensor | None,
@@ -130,7 +130,7 @@ def _outside_of_graphs(
     return out.transpose(1, 2).contiguous()
 
 
-_at_a_graph_break = torch.compiler.disable(_outside_of_graphs, reason=UNTRACEABLE)
+_layer_attention_at_a_break = torch.compiler.disable(_layer_attention, reason=UNTRACEABLE)
 
 
 def call_in_graph(

@@ -26,6 +26,9 @@ Head = Callable[[Tensor], Tensor]
 #: all tokens of this rank.
 SliceLoss = Callable[[Head, Tensor, Tensor, slice], Tensor]
 
+#: The dtype of a number that names the rows of a call inside a graph; other masks have int64 numbers.
+NUMBER_IN_GRAPHS = torch.int32
+
 #: The argument of a patched model that takes a `Call`.
 CALL = "ring_call"
 
@@ -145,9 +148,15 @@ def forward_pass_of(config: Any) -> ForwardPass | None:
 
 
 def number_of(mask: Tensor | None) -> int | None:
-    """Returns the number in a mask that `ring_dilated_mask` made, or in a copy; None for other masks."""
-    own = mask is not None and mask.dim() == 4 and mask.numel() == 1 and mask.dtype == torch.int64
+    """Returns the number in a mask of this package, or in a copy; None for other masks."""
+    kinds = (torch.int64, NUMBER_IN_GRAPHS)
+    own = mask is not None and mask.dim() == 4 and mask.numel() == 1 and mask.dtype in kinds
     return int(mask) if own else None  # type: ignore[arg-type]
+
+
+def names_rows_in_graph(mask: Any) -> bool:
+    """Returns whether a mask is the number of the rows of a call inside a graph."""
+    return isinstance(mask, Tensor) and mask.dim() == 4 and mask.dtype == NUMBER_IN_GRAPHS
 
 
 @contextmanager

@@ -8,6 +8,7 @@ images, recurrent layers, a loss of one's own, the heads transport) break the gr
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -20,13 +21,13 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..compute.private import implementation_of
 from ..ring.attention import CallsInGraph
-from ..ring.operator import CALLS, LIBRARY, NAMESPACE
+from ..ring.operator import CALLS, define
 from ..ring.ring import Ring
 from ..ring.shards import RINGS, shard_of, whole_of
 from .attention import call_in_graph
 from .call_rows import find_rows
 from .config import patterns_of_layers
-from .forward_pass import CALL, Call, ForwardPass
+from .forward_pass import CALL, NUMBER_IN_GRAPHS, Call, ForwardPass, names_rows_in_graph
 from .hybrid_types import MIXERS
 from .join import LOGITS_NOT_FORMED
 from .lm_loss import IGNORED
@@ -34,7 +35,7 @@ from .masks import Tokens, tokens_of
 from .registration import IMPLEMENTATION
 from .rows import first_position, places_of
 from .support import calls_loss_function
-from .wrappers import MODULES, attached_ring, attachment_of
+from .wrappers import MODULES, attached_ring, attachment_of, runner_of
 
 #: The value of `CALL` for a decoder whose last hidden states stay parts in a graph.
 _PARTS = "parts"
@@ -46,20 +47,21 @@ _ARGUMENTS = {
 }  # fmt: skip
 
 
-def fits_a_graph(model: PreTrainedModel, runner: PreTrainedModel, ring: Ring | None) -> bool:
-    """Returns whether a graph can hold calls of a model: a decoder of text, with rotary positions or none."""
-    config = runner.config
-    causal = all(getattr(module, "is_causal", True) for module in runner.modules())
-    plain = config.get_text_config() is model.config and config.model_type not in MIXERS and places_of(runner) is None
-    counts = getattr(config, "attn_temperature_tuning", False) or getattr(config, "output_router_logits", False)
+def fits_a_graph(model: PreTrainedModel, ring: Ring | None) -> bool:
+    """Returns whether a graph can hold calls of a model: of a decoder of text with rotary positions or none."""
+    runner, config = runner_of(model), runner_of(model).config
+    is_decoder = config.get_text_config() is model.config and all(
+        getattr(x, "is_causal", True) for x in runner.modules()
+    )
+    counts_tokens = places_of(runner) is not None or first_position(runner) > 0
+    looks_at_rows = getattr(config, "attn_temperature_tuning", False) or getattr(config, "output_router_logits", False)
     takes_positions = "position_ids" in inspect.signature(runner.forward).parameters
+    exchanges_heads = ring is not None and ring.transport == "heads"
     return (
-        plain
-        and causal
-        and not counts
+        is_decoder
         and takes_positions
-        and not first_position(runner)
-        and (ring is None or ring.transport != "heads")
+        and config.model_type not in MIXERS
+        and not (counts_tokens or looks_at_rows or exchanges_heads)
     )
 
 
@@ -76,12 +78,22 @@ class RowsInGraph(CallsInGraph):
 
     def __init__(self, now: ForwardPass, tokens: Tokens) -> None:
         super().__init__(partial(call_in_graph, now, tokens))
-        self.tokens = tokens
+        self.tokens, self._forward_pass = tokens, now
+
+    def forget(self) -> None:
+        """Drops the plans; a backward pass that still comes plans again."""
+        self._forward_pass.calls.clear()
+        self.waiting.clear()
+
+
+#: The last forward passes in graphs, which alone keep their plans.
+_RECENT: deque[RowsInGraph] = deque()
+_PASSES_WITH_PLANS = 4
 
 
 def _begin(tokens: Tensor, mask: Tensor | None, positions: Tensor | None, model: int, recorded: bool) -> Tensor:
     """Finds the rows of a call, once all ranks have come with equal calls; returns their number as a mask."""
-    runner: Any = MODULES[model]
+    runner: Any = runner_of(MODULES[model])  # type: ignore[arg-type]
     name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
     kwargs = {name: tokens, "attention_mask": mask, "position_ids": positions}
     now = ForwardPass(runner, runner, attached_ring(runner), Call(), own_patterns=patterns_of_layers(runner.config))
@@ -95,7 +107,10 @@ def _begin(tokens: Tensor, mask: Tensor | None, positions: Tensor | None, model:
         )
     now.runner = now.module = None  # Facts that wait for a backward pass keep no model alive.
     rows = RowsInGraph(now, Tokens(found.documents, layout=now.layout))
-    return torch.tensor([[[[CALLS.add(rows, keep=True)]]]])
+    _RECENT.append(rows)
+    if len(_RECENT) > _PASSES_WITH_PLANS:
+        _RECENT.popleft().forget()
+    return torch.tensor([[[[CALLS.add(rows, keep=True)]]]], dtype=NUMBER_IN_GRAPHS)
 
 
 def _tokens_of_ranks(call: Tensor, ring: int, batch: int, length: int) -> tuple[Tensor, Tensor]:
@@ -110,22 +125,22 @@ def _tokens_of_ranks(call: Tensor, ring: int, batch: int, length: int) -> tuple[
     return own.contiguous(), whole_of(places, layout, 1)[:, :length].contiguous()
 
 
-LIBRARY.define("begin(Tensor tokens, Tensor? mask, Tensor? positions, int model, bool recorded) -> Tensor")
-LIBRARY.define("tokens_of_ranks(Tensor call, int ring, SymInt batch, SymInt length) -> (Tensor, Tensor)")
-LIBRARY.impl("begin", _begin, "CompositeExplicitAutograd")
-LIBRARY.impl("tokens_of_ranks", _tokens_of_ranks, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake(f"{NAMESPACE}::begin", lib=LIBRARY)
 def _fake_begin(tokens: Tensor, *others: Any) -> Tensor:
-    return torch.empty(1, 1, 1, 1, dtype=torch.int64, device="cpu")
+    return torch.empty(1, 1, 1, 1, dtype=NUMBER_IN_GRAPHS, device="cpu")
 
 
-@torch.library.register_fake(f"{NAMESPACE}::tokens_of_ranks", lib=LIBRARY)
 def _fake_tokens_of_ranks(call: Tensor, ring: int, batch: int, length: int) -> tuple[Tensor, Tensor]:
     pieces = 2 * RINGS[ring].world_size
     local = 2 * ((length + pieces - 1) // pieces)
     return call.new_empty(batch, local), call.new_empty(batch, length)
+
+
+define("begin(Tensor tokens, Tensor? mask, Tensor? positions, int model, bool recorded) -> Tensor", _begin, _fake_begin)
+define(
+    "tokens_of_ranks(Tensor call, int ring, SymInt batch, SymInt length) -> (Tensor, Tensor)",
+    _tokens_of_ranks,
+    _fake_tokens_of_ranks,
+)
 
 
 # ---- hooks, as they are traced
@@ -141,14 +156,16 @@ def in_graph(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     alone = attachment.ring is None or attachment.ring.world_size == 1
     known = (*_ARGUMENTS, CALL, "shift_labels") if alone or has_cut_labels else (*_ARGUMENTS, CALL)
     rows = len(args) == 0 or (len(args) == 1 and isinstance(args[0], Tensor))
-    masked = mask is None or (isinstance(mask, Tensor) and (mask.dim() == 2 or _is_number(mask)))
+    masked = mask is None or (isinstance(mask, Tensor) and (mask.dim() == 2 or names_rows_in_graph(mask)))
     plain = call is None or isinstance(call, (str, Tensor))
     ours = attachment.in_graphs and implementation_of(module.config) == IMPLEMENTATION
-    return ours and rows and masked and plain and all(name in known for name, x in kwargs.items() if x is not None)
-
-
-def _is_number(mask: Any) -> bool:
-    return isinstance(mask, Tensor) and mask.dim() == 4 and mask.dtype == torch.int64
+    return (
+        ours
+        and rows
+        and masked
+        and plain
+        and all(name in known for name, x in kwargs.items() if x is not None and x is not False)
+    )
 
 
 def begin_in_graph(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -163,7 +180,7 @@ def begin_in_graph(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return kwargs
     ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     tokens: Any = ids if embeds is None else embeds
-    if not _is_number(mask):
+    if not names_rows_in_graph(mask):
         mask = torch.ops.hf_ring_attention.begin(
             tokens, mask, kwargs.get("position_ids"), attachment.number, torch.is_grad_enabled()
         )

@@ -55,22 +55,29 @@ _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
     """Makes this the ring of the model's attention layers; None makes its rows whole ones again."""
-    set_ring(model, ring, fits_a_graph(model, runner_of(model), ring), loss_fits_parts(model))
     for module in model.modules():
         remove_hooks(module, lambda hook: getattr(hook, "__module__", None) in (__name__, f"{__package__}.patch"))
     # Any of these may be the one that is called: a model with its head, its base model, and the decoder of this.
     for called in dict.fromkeys((model, model.base_model, runner_of(model))):
         called.register_forward_pre_hook(before_model, with_kwargs=True)
         called.register_forward_hook(after_model, with_kwargs=True, always_call=True)
-    if ring is None or ring.world_size == 1:
-        return
-    for name, module in model.base_model.named_modules():
+    corrected = ring is not None and ring.world_size > 1 and _correct_modules(model.base_model)
+    set_ring(model, ring, fits_a_graph(model, ring) and not corrected, loss_fits_parts(model))
+
+
+def _correct_modules(base: nn.Module) -> bool:
+    """Corrects the modules that would take a rank's part for a row; returns whether there are any."""
+    corrected = False
+    for name, module in base.named_modules():
         kinds = getattr(module, "rope_type", None)
         if any(kind in _LENGTH_DEPENDENT_ROPE for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])):
             module.register_forward_pre_hook(_with_last_position, with_kwargs=True)
             module.register_forward_hook(_without_last_position)
+            corrected = True
         if name == "pooler":
             module.register_forward_pre_hook(_with_first_token)
+            corrected = True
+    return corrected
 
 
 # ---- hooks of the model and its decoder
@@ -81,7 +88,7 @@ def before_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[st
     if torch.compiler.is_dynamo_compiling():
         if in_graph(module, args, kwargs):
             return (), begin_in_graph(module, args, kwargs)
-        return _before_model_at_a_graph_break(module, args, kwargs)
+        return _before_model_at_a_break(module, args, kwargs)
     return _before_model(module, args, kwargs)
 
 
@@ -127,7 +134,7 @@ def after_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str
     if torch.compiler.is_dynamo_compiling():
         if in_graph(module, args, kwargs):
             return end_in_graph(module, kwargs, output)
-        return _after_model_at_a_graph_break(module, args, kwargs, output)
+        return _after_model_at_a_break(module, args, kwargs, output)
     return _after_model(module, args, kwargs, output)
 
 
@@ -141,8 +148,8 @@ def _after_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[st
     return end_call(now, kwargs, output) if now.module is module else output
 
 
-_before_model_at_a_graph_break = torch.compiler.disable(_before_model, reason=UNTRACEABLE)
-_after_model_at_a_graph_break = torch.compiler.disable(_after_model, reason="it belongs to before_model")
+_before_model_at_a_break = torch.compiler.disable(_before_model, reason=UNTRACEABLE)
+_after_model_at_a_break = torch.compiler.disable(_after_model, reason="it belongs to before_model")
 
 
 # ---- the beginning of a call

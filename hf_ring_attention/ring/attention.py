@@ -19,7 +19,7 @@ from ..plan.problem import HeldKeys, Problem, documents_of
 from ..plan.traffic import RowBytes
 from ..transport.heads import HeadsTransport
 from ..transport.transports import LocalTransport
-from .engine import AllGradients, Execution, Results
+from .engine import AllGradients, Execution, ForwardResults
 from .operator import CALLS
 from .planner import CallKey
 from .ring import Ring, is_recorded
@@ -31,10 +31,11 @@ _TRACED: list[CallsInGraph] = []
 #: The name of a call of attention when ranks compare their calls, here or in a model that refuses its part.
 FORWARD = "a forward pass of attention"
 
-#: The reason why no graph holds this attention; torch.compile shows it at the graph break.
+#: The reason why no graph holds a call; torch.compile shows it at the graph break.
 UNTRACEABLE = (
-    "ring_dilated plans by the content of each batch and talks to other ranks, which no graph can hold: export a model with "
-    "attn_implementation='sdpa'; torch.compile takes it with fullgraph=False, and breaks the graph here"
+    "ring_dilated plans by the content of each batch and talks to other ranks, which no exported program can: export with "
+    "attn_implementation='sdpa'. A compiled graph holds decoders of text, without caches, the heads transport, or documents "
+    "and layouts of one's own: others need fullgraph=False"
 )
 
 
@@ -99,24 +100,24 @@ def ring_attention(
     """
     arguments = (pattern, ring, layout, causal, scale, documents, softcap, head_shard)
     if not torch.compiler.is_dynamo_compiling():
-        out, lse = _outside_of_graphs(q, k, v, sinks, arguments, return_lse)
+        out, lse = _ring_attention(q, k, v, sinks, arguments, return_lse)
     elif layout is None and documents is None and (ring is None or ring.transport != "heads"):
         call = torch.full((1,), _number_in_graphs(*arguments))
         constants = {"with_lse": return_lse, "recorded": torch.is_grad_enabled()}
         out, lse = torch.ops.hf_ring_attention.attend(q, k, v, sinks, call, **constants)
     else:  # Rows of their own would need a graph of their own.
-        out, lse = _at_a_graph_break(q, k, v, sinks, arguments, return_lse)
+        out, lse = _ring_attention_at_a_break(q, k, v, sinks, arguments, return_lse)
     return (out, lse) if return_lse else out
 
 
-def _outside_of_graphs(
+def _ring_attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: tuple[Any, ...], return_lse: bool
 ) -> tuple[Tensor, Tensor]:
     check_not_traced()
     return checked_call(q, k, v, sinks, Options(*arguments))(q, k, v, sinks, return_lse)
 
 
-_at_a_graph_break = torch.compiler.disable(_outside_of_graphs, reason=UNTRACEABLE)
+_ring_attention_at_a_break = torch.compiler.disable(_ring_attention, reason=UNTRACEABLE)
 
 
 @torch.compiler.assume_constant_result
@@ -160,13 +161,16 @@ class CallsInGraph:
     """
 
     def __init__(self, check: Callable[..., CheckedCall]) -> None:
-        self._check, self._waiting = check, dict[Any, CheckedCall]()
+        self._check = check
+        self.waiting: dict[Any, CheckedCall] = {}
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, constants: dict[str, Any]) -> Results:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, constants: dict[str, Any]
+    ) -> ForwardResults:
         """Checks, plans and computes the operator."""
         call = self._check(q, k, v, sinks, constants)
         if constants.get("recorded"):
-            self._waiting[(constants.get("layer"), q.shape, k.shape)] = call
+            self.waiting[(constants.get("layer"), q.shape, k.shape)] = call
         return call.forward(q, k, v, sinks, constants)
 
     def backward(
@@ -174,7 +178,7 @@ class CallsInGraph:
     ) -> AllGradients:
         """Computes the backward operator."""
         q, k, v, _, _ = saved[0]
-        call = self._waiting.pop((constants.get("layer"), q.shape, k.shape), None)
+        call = self.waiting.pop((constants.get("layer"), q.shape, k.shape), None)
         return (call or self._check(q, k, v, sinks, constants)).backward(dout, saved, sinks, constants)
 
 
@@ -206,7 +210,9 @@ class CheckedCall:
         results = self._operator(q, k, v, sinks, self._key, number=number, with_lse=with_lse)
         return results[0], results[1]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, constants: dict[str, Any]) -> Results:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, constants: dict[str, Any]
+    ) -> ForwardResults:
         """Computes the operator, once the ranks agree that they all make this call."""
         if not self._compared and self.ring.world_size > 1:
             self.ring.calls.compare(FORWARD, self._values, self._digest)

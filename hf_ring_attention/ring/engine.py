@@ -24,7 +24,7 @@ AllGradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 #: out, lse, and the tensors beside inputs and results that the backward pass needs.
-Results = tuple[Tensor, Tensor, list[Tensor]]
+ForwardResults = tuple[Tensor, Tensor, list[Tensor]]
 
 
 class Execution(NamedTuple):
@@ -34,7 +34,7 @@ class Execution(NamedTuple):
     kernel: Kernel
     scale: float
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, with_lse: bool = False) -> Results:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, with_lse: bool = False) -> ForwardResults:
         """q [B, H, n, D], k [B, Hkv, n, D], v [B, Hkv, n, Dv] of this rank -> out [B, H, n, Dv], lse [B, H, n].
 
         `sinks`, [H] or None, are logits of a column of value 0 in every softmax (`merge.add_sinks`).

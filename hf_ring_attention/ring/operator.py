@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -19,19 +20,17 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ..compute.kernel import Saved
 from ..compute.merge import accumulation_dtype
-from .engine import AllGradients, Results
+from .engine import AllGradients, ForwardResults
 
-#: The namespace of the operators.
-NAMESPACE = "hf_ring_attention"
-LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+_LIBRARY = torch.library.Library("hf_ring_attention", "DEF")
 
 #: The values of graphs that are kept until so many others have come: those of the last calls, whose backward may come.
 _KEPT = 256
 
-Value = TypeVar("Value")
+Named = TypeVar("Named")
 
 
-class Numbered(Generic[Value]):
+class Numbered(Generic[Named]):
     """Values by their numbers. It keeps no value alive but the last ones that graphs name."""
 
     def __init__(self) -> None:
@@ -39,7 +38,7 @@ class Numbered(Generic[Value]):
         self._numbers = itertools.count(1)
         self._kept: deque[Any] = deque(maxlen=_KEPT)
 
-    def add(self, value: Value, keep: bool = False) -> int:
+    def add(self, value: Named, keep: bool = False) -> int:
         """Returns a new number for a value."""
         number = next(self._numbers)
         self._values[number] = value
@@ -47,17 +46,41 @@ class Numbered(Generic[Value]):
             self._kept.append(value)
         return number
 
-    def __getitem__(self, number: int) -> Value:
-        value: Value | None = self._values.get(number)
+    def __getitem__(self, number: int) -> Named:
+        value: Named | None = self._values.get(number)
         if value is None:
-            raise RuntimeError("a mask or a graph names a forward pass that is over: call the model again")
+            raise RuntimeError("a mask belongs to a forward pass that is over: call the model again with its own masks")
         return value
+
+
+def define(
+    schema: str,
+    function: Callable[..., Any],
+    fake: Callable[..., Any] | None,
+    backward: Callable[..., Any] | None = None,
+    save: Callable[..., None] | None = None,
+) -> None:
+    """Defines an operator `hf_ring_attention::name`, on all devices.
+
+    Args:
+        fake: returns tensors of the results' shapes, for graphs; None for an operator that no graph holds.
+        backward: returns the gradients of the inputs, by what `save` has left in the context.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    if fake is not None:
+        torch.library.register_fake(f"hf_ring_attention::{name}", fake, lib=_LIBRARY)
+    if backward is not None:
+        torch.library.register_autograd(f"hf_ring_attention::{name}", backward, setup_context=save, lib=_LIBRARY)
 
 
 class CallSource(Protocol):
     """A number in a graph: a call that was checked already, or one that is checked when it comes."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, constants: dict[str, Any]) -> Results:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, constants: dict[str, Any]
+    ) -> ForwardResults:
         """Returns out, lse and, for the heads transport, the tensors that backward needs."""
 
     def backward(
@@ -103,7 +126,7 @@ def _fake_attend(q: Tensor, k: Tensor, v: Tensor, *others: Any, **constants: Any
     return out, q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
 
 
-def _fake_backward(
+def _fake_attend_backward(
     dout: Tensor, saved: list[Tensor], sinks: Tensor | None, *others: Any, **constants: Any
 ) -> tuple[Tensor, ...]:
     grads = (x.new_empty(x.shape, dtype=dout.dtype) for x in saved[:3])
@@ -116,7 +139,7 @@ def check_first_derivative() -> None:
         raise RuntimeError("ring_dilated has no second derivative: leave out create_graph=True, or use 'eager'")
 
 
-def _set_up(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Any, ...]) -> None:
+def _save_call(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Any, ...]) -> None:
     (q, k, v, sinks, call), (out, lse, *saved) = inputs, output
     ctx.constants = keyword_only_inputs
     ctx.mark_non_differentiable(lse, *itertools.chain(*saved))
@@ -135,22 +158,10 @@ def _backward(ctx: Any, dout: Tensor, *others: Any) -> tuple[Tensor | None, ...]
 
 
 _QUERY = f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor call, {_CONSTANTS})"
-LIBRARY.define(f"attend{_QUERY} -> (Tensor, Tensor)")
-LIBRARY.define(f"attend_by_heads{_QUERY} -> (Tensor, Tensor, Tensor[])")
-LIBRARY.define(
-    f"attend_backward(Tensor dout, Tensor[] saved, Tensor? sinks, Tensor call, {_CONSTANTS}) "
-    f"-> (Tensor, Tensor, Tensor, Tensor)"
-)
-for _name, _function in (
-    ("attend", _attend),
-    ("attend_by_heads", _attend_by_heads),
-    ("attend_backward", _attend_backward),
-):
-    LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
-for _name in ("attend", "attend_by_heads"):
-    torch.library.register_autograd(f"{NAMESPACE}::{_name}", _backward, setup_context=_set_up, lib=LIBRARY)
-torch.library.register_fake(f"{NAMESPACE}::attend", _fake_attend, lib=LIBRARY)
-torch.library.register_fake(f"{NAMESPACE}::attend_backward", _fake_backward, lib=LIBRARY)
+_GRADIENTS = f"(Tensor dout, Tensor[] saved, Tensor? sinks, Tensor call, {_CONSTANTS})"
+define(f"attend{_QUERY} -> (Tensor, Tensor)", _attend, _fake_attend, _backward, _save_call)
+define(f"attend_by_heads{_QUERY} -> (Tensor, Tensor, Tensor[])", _attend_by_heads, None, _backward, _save_call)
+define(f"attend_backward{_GRADIENTS} -> (Tensor, Tensor, Tensor, Tensor)", _attend_backward, _fake_attend_backward)
 
 
 # ---- checkpointing that keeps attention

@@ -11,7 +11,7 @@ from ..plan.layouts import SequenceLayout
 from ..transport.agreement import Calls
 from ..transport.communicators import Communicator
 from ..transport.transports import Traffic
-from .operator import LIBRARY, NAMESPACE, Numbered, check_first_derivative
+from .operator import Numbered, check_first_derivative, define
 
 
 def shard_of(tensor: Tensor, layout: SequenceLayout, rank: int, dim: int, fill: float) -> Tensor:
@@ -94,12 +94,12 @@ def _side_by_side(local: Tensor, ring: int, dim: int, number: int = 0) -> Tensor
     return torch.cat(parts, dim)
 
 
-def _to_owners(grad: Tensor, ring: int, dim: int, number: int = 0) -> Tensor:
+def _to_owners(local: Tensor, ring: int, dim: int, number: int = 0) -> Tensor:
     """Sends gradients to their owners; each rank adds the gradients of its own part in the order of the ranks."""
     communicator, size = RINGS[ring].communicator, RINGS[ring].world_size
     assert communicator is not None
     RINGS[ring].calls.compare_backward(number)
-    parts = grad.movedim(dim, 0).contiguous()
+    parts = local.movedim(dim, 0).contiguous()
     counts = [len(parts) // size] * size
     received = torch.empty_like(parts)
     with RINGS[ring].counters.exchange(*[parts.nbytes - parts.nbytes // size] * 2):
@@ -112,23 +112,19 @@ def _fake_side_by_side(local: Tensor, ring: int, dim: int, number: int = 0) -> T
     return local.new_empty([x * (RINGS[ring].world_size if d == dim else 1) for d, x in enumerate(local.shape)])
 
 
-def _fake_to_owners(grad: Tensor, ring: int, dim: int, number: int = 0) -> Tensor:
-    return grad.new_empty([x // (RINGS[ring].world_size if d == dim else 1) for d, x in enumerate(grad.shape)])
+def _fake_to_owners(local: Tensor, ring: int, dim: int, number: int = 0) -> Tensor:
+    return local.new_empty([x // (RINGS[ring].world_size if d == dim else 1) for d, x in enumerate(local.shape)])
 
 
-def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_constants(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, *ctx.constants = inputs
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _send_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     check_first_derivative()
     return torch.ops.hf_ring_attention.to_owners(grad, *ctx.constants), None, None, None
 
 
-LIBRARY.define("side_by_side(Tensor local, int ring, int dim, int number=0) -> Tensor")
-LIBRARY.define("to_owners(Tensor grad, int ring, int dim, int number=0) -> Tensor")
-LIBRARY.impl("side_by_side", _side_by_side, "CompositeExplicitAutograd")
-LIBRARY.impl("to_owners", _to_owners, "CompositeExplicitAutograd")
-torch.library.register_autograd(f"{NAMESPACE}::side_by_side", _backward, setup_context=_set_up, lib=LIBRARY)
-torch.library.register_fake(f"{NAMESPACE}::side_by_side", _fake_side_by_side, lib=LIBRARY)
-torch.library.register_fake(f"{NAMESPACE}::to_owners", _fake_to_owners, lib=LIBRARY)
+_LOCAL = "(Tensor local, int ring, int dim, int number=0) -> Tensor"
+define(f"side_by_side{_LOCAL}", _side_by_side, _fake_side_by_side, _send_gradients, _save_constants)
+define(f"to_owners{_LOCAL}", _to_owners, _fake_to_owners)

@@ -1,0 +1,220 @@
+"""Models inside one graph of torch.compile: equal to the same models without it, for any rows, on one device and on rings."""
+
+import copy
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import MistralConfig, MistralForCausalLM
+
+import hf_ring_attention as ra
+from hf_ring_attention.compute.private import checkpoint_activations
+from hf_ring_attention.hf.join import NotFormed
+from tests.support.ranks import run_ranks
+from tests.support.tolerance import EXACT, distance, gradients_distance
+from tests.support.training import tiny_llama
+
+pytestmark = [
+    pytest.mark.own_dtypes,  # nothing is compiled where tests.support.tolerance turns float32 into float64
+    # Dynamo asks every tensor that comes in for its gradient, and warns of it.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning"),
+]
+
+LENGTHS = (32, 40, 57, 33, 61)
+PATTERN = "pyramid:8,2,2,2"
+#: Transformers computes losses in float32: sums in another order differ by a few roundings of it.
+LOSS = 16 * torch.finfo(torch.float32).eps
+
+
+def batch(length, kind, vocab=97):
+    """Two rows of tokens: plain ones, padded ones, or packed documents."""
+    generator = torch.Generator().manual_seed(length)
+    rows = {"input_ids": torch.randint(0, vocab, (2, length), generator=generator), "use_cache": False}
+    if kind == "padded":
+        rows["attention_mask"] = torch.ones(2, length, dtype=torch.int64)
+        rows["attention_mask"][0, :5] = rows["attention_mask"][1, -3:] = 0
+    elif kind == "packed":
+        cut = length // 3
+        rows["position_ids"] = torch.cat([torch.arange(cut), torch.arange(length - cut)]).expand(2, -1)
+    return rows
+
+
+def step(call, model, rows, with_labels=True):
+    """(loss, gradients by name) of a call."""
+    model.zero_grad()
+    if with_labels:
+        loss = call(**rows, labels=rows["input_ids"]).loss
+    else:
+        loss = call(**rows).logits.square().mean()
+    loss.backward()
+    return loss.item(), {name: x.grad.clone() for name, x in model.named_parameters()}
+
+
+def compiled(model, **options):
+    """The model in one graph, and the counter of its compilations."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    return torch.compile(model, fullgraph=True, backend=counter, **options), counter
+
+
+def same(found, expected):
+    assert abs(found[0] - expected[0]) <= LOSS * abs(expected[0])
+    assert gradients_distance(found[1], expected[1]) <= EXACT
+
+
+def in_windows():
+    """A model whose layers have windows of their own, and fewer heads of keys."""
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "sliding_window": 6}
+    torch.manual_seed(0)
+    return MistralForCausalLM(MistralConfig(**sizes, **heads, attn_implementation="ring_dilated"))
+
+
+@pytest.mark.parametrize("make", [lambda: tiny_llama(PATTERN), in_windows], ids=["llama", "mistral"])
+def test_one_device(make):
+    """Any length, padding and packing, in one compilation for each kind of arguments."""
+    model = ra.patch_model(make().double())
+    call, counter = compiled(model, dynamic=True)
+    counts = []
+    for length in LENGTHS:
+        for kind in ("plain", "padded", "packed"):
+            rows = batch(length, kind)
+            same(step(call, model, rows), step(model, model, rows))
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[-1], "every length was compiled anew"
+
+
+def _on_a_ring(rank):
+    """The same over a ring, against one process; gradients are averaged as DDP averages them."""
+    alone = ra.patch_model(tiny_llama(PATTERN).double())
+    cases = [  # transport, layout, lengths, kinds of rows, whether labels are given
+        ("ring", "auto", LENGTHS, ("padded", "packed"), True),
+        ("auto", "zigzag", LENGTHS[:1], ("packed",), False),
+        ("collective", "contiguous", LENGTHS[3:], ("padded",), True),
+    ]
+    for transport, layout, lengths, kinds, with_labels in cases:
+        model = ra.patch_model(tiny_llama(PATTERN).double(), ring=ra.Ring(transport=transport, layout=layout))
+        call, counter = compiled(model, dynamic=True)
+        counts = []
+        for length in lengths:
+            for kind in kinds:
+                rows = batch(length, kind)
+                loss, gradients = step(call, model, rows, with_labels)
+                for x in gradients.values():
+                    dist.all_reduce(x)
+                    x /= dist.get_world_size()
+                same((loss, gradients), step(alone, alone, rows, with_labels))
+            counts.append(counter.frame_count)
+        assert counts[0] == counts[-1], "every length was compiled anew"
+    with torch.no_grad():
+        assert isinstance(call(**rows, labels=rows["input_ids"]).logits, NotFormed)
+        hidden = torch.compile(model.model, fullgraph=True, backend="aot_eager")(**rows).last_hidden_state
+        assert distance(hidden, alone.model(**rows).last_hidden_state) <= EXACT
+
+
+def test_over_a_ring():
+    run_ranks(_on_a_ring, 2)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_by_inductor(monkeypatch):
+    """Compiled code in float32, against float64; the error of the model without torch.compile bounds it."""
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "g++"))  # tests/conftest.py names none
+    rows, exact = batch(48, "padded"), ra.patch_model(tiny_llama(PATTERN).double())
+    model = ra.patch_model(tiny_llama(PATTERN))
+    torch._dynamo.reset()
+    call = torch.compile(model, fullgraph=True)
+    _, expected = step(exact, exact, rows)
+    allowed = 8 * gradients_distance(step(model, model, rows)[1], expected)
+    assert gradients_distance(step(call, model, rows)[1], expected) <= allowed
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_checkpointed_layers(kept, monkeypatch):
+    """A graph keeps attention too, and computes it once."""
+    from hf_ring_attention.ring import engine
+
+    model, passes = ra.patch_model(tiny_llama(PATTERN).double().train()), []
+    forward_pass = engine.forward_pass
+    monkeypatch.setattr(engine, "forward_pass", lambda *args: passes.append(1) or forward_pass(*args))
+    expected = step(model, model, batch(40, "plain"))
+    assert len(passes) == 2
+    options = {"use_reentrant": False, **({"context_fn": ra.keep_attention} if kept else {})}
+    checkpoint_activations(model, options)
+    for call in (model, compiled(model)[0]):
+        passes.clear()
+        same(step(call, model, batch(40, "plain")), expected)
+        assert len(passes) == (2 if kept else 4)
+
+
+def test_backward_passes_that_wait():
+    """Several forward passes, more than keep their plans, and their backward passes in another order."""
+    model = ra.patch_model(tiny_llama(PATTERN).double())
+    call, _ = compiled(model, dynamic=True)
+    batches = [batch(length, "packed") for length in (*LENGTHS, 47, 36)]
+    expected = {}
+    for rows in batches:
+        for name, x in step(model, model, rows)[1].items():
+            expected[name] = expected.get(name, 0) + x
+    model.zero_grad()
+    losses = [call(**rows, labels=rows["input_ids"]).loss for rows in batches]
+    for number in (3, 0, 6, 2, 5, 1, 4):
+        losses[number].backward()
+    assert gradients_distance({name: x.grad for name, x in model.named_parameters()}, expected) <= EXACT
+
+
+def test_a_graph_follows_the_pattern():
+    """A new pattern, or `exact_attention`, is obeyed by a model that was compiled before."""
+    model = ra.patch_model(tiny_llama(PATTERN).double())
+    call, _ = compiled(model)
+    rows = batch(40, "plain")
+    with torch.no_grad():
+        sparse, plain = call(**rows).logits, model(**rows).logits
+        with ra.exact_attention(model):
+            exact, plain_exact = call(**rows).logits, model(**rows).logits
+        ra.patch_model(model, "window:4")
+        window, plain_window = call(**rows).logits, model(**rows).logits
+    assert torch.equal(sparse, plain) and torch.equal(exact, plain_exact) and torch.equal(window, plain_window)
+    assert distance(exact, sparse) > 1e-3 and distance(window, sparse) > 1e-3
+
+
+def test_autocast():
+    """bfloat16 in a graph as without one."""
+    model = ra.patch_model(tiny_llama(PATTERN))
+    call, _ = compiled(model)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = call(**batch(40, "padded")).logits, model(**batch(40, "padded")).logits
+    assert torch.equal(found, expected)
+
+
+def continued(call):
+    """The logits of a token behind a cache."""
+    ids = batch(32, "plain")["input_ids"]
+    with torch.no_grad():
+        first = call(ids, use_cache=True)
+        name = next(name for name in ("cache", "past_key_values") if name in first)
+        return call(ids[:, :1], use_cache=True, **{name: first[name]}).logits
+
+
+def test_what_a_graph_cannot_hold_breaks_it():
+    """The result is right all the same; with fullgraph=True the reason is named. A copy is patched again first."""
+    model = ra.patch_model(tiny_llama(PATTERN).double().eval())
+    copied, rows = copy.deepcopy(model), batch(32, "plain")
+    for broken, call in ((model, continued), (copied, lambda model: model(**rows).logits)):
+        torch._dynamo.reset()
+        assert distance(call(torch.compile(broken, backend="aot_eager")), call(broken)) <= EXACT
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="A compiled graph holds decoders of text"):
+            call(torch.compile(broken, fullgraph=True, backend="aot_eager"))
+    call, _ = compiled(ra.patch_model(copied))
+    assert distance(call(**rows).logits, model(**rows).logits) <= EXACT
+
+
+def test_padding_inside_a_document_is_refused():
+    model, rows = ra.patch_model(tiny_llama(PATTERN)), batch(32, "padded")
+    rows["attention_mask"][0, 10] = 0
+    with pytest.raises(NotImplementedError, match="in one graph got padding inside a document"):
+        compiled(model)[0](**rows)
