@@ -7,6 +7,7 @@ and Transformers when the package is loaded; an error lists the missing names an
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from importlib.metadata import version as installed_version
@@ -63,6 +64,7 @@ PROBED: dict[str, dict[str, tuple[str, ...]]] = {
         "accelerate.Accelerator.__init__": ("_models",),
         "accelerate.Accelerator.prepare_data_loader": ("_is_accelerate_prepared",),
     },
+    "deepspeed": {"deepspeed.utils.set_z3_leaf_module": ("_z3_leaf",)},
     "trl": {"GRPOTrainer": ("_generate_single_turn",)},
     "lm_eval": {"HFLM": ("_loglikelihood_tokens", "_model_call", "_model_generate")},
 }
@@ -202,6 +204,13 @@ def attentions_are_collected() -> bool:
     from transformers.utils import output_capturing
 
     return "attentions" in (output_capturing._active_collector.get() or ())
+
+
+def gather_as_one(module: Any) -> None:
+    """Has ZeRO-3 gather all weights inside a module together, like DeepSpeed's `set_z3_leaf_module`, which it need not load."""
+    if "deepspeed" in sys.modules:
+        check("deepspeed")
+    module._z3_leaf = True
 
 
 def prepared_models(accelerator: Any) -> list[Any]:

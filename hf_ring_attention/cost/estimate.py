@@ -137,7 +137,7 @@ def estimate(
         batch_size: the sequences that a ring reads at once.
         dtype: of activations, and of weights as layers compute with them; a torch.dtype, or its name.
         master_dtype: of the weights, gradients and moments that are kept; ZeRO keeps float32 beside `dtype`.
-        mlp_tokens_at_once: the tokens of a slice, if another library computes MLPs in slices; 0 for whole rows.
+        mlp_tokens_at_once: the tokens of a slice, as for `sliced_mlp`; 0 for whole rows.
         layout, transport, heads: as for `Ring`.
         device: "cpu" counts an optimizer that updates one tensor after another; host memory is then the same memory. ZeRO
             needs "cuda".

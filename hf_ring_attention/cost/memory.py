@@ -145,8 +145,8 @@ def layer_memory(shape: ModelShape, layer: LayerShape, setting: TrainingSetting,
     # Backward of the product holds gate, activated gate and up, and the gradients of product, activated gate and up, beside the
     # gradient of the residual stream.
     working_mlp = (6 if layer.gated else 3) * inner + routed
-    if setting.mlp_tokens_at_once:
-        working_mlp, mlp = int(working_mlp * min(1.0, setting.mlp_tokens_at_once / setting.local_tokens)), 0
+    if 0 < setting.mlp_tokens_at_once < setting.local_tokens:
+        working_mlp, mlp = working_mlp * setting.mlp_tokens_at_once // setting.local_tokens, 0
     # With several tiles, gradients of queries, keys and values are summed in float32 beside the gradients of a tile, and the
     # output's gradient is copied to the order of the kernel.
     sums = (queries + keys) * (size if whole else 4 + size)

@@ -53,7 +53,7 @@ _MIX_TOKENS = {
 }
 
 #: Words in the paths of modules that read images and sound, not the tokens of a row.
-_SENSES = ("vision", "visual", "audio", "speech", "image")
+SENSES = ("vision", "visual", "audio", "speech", "image")
 
 #: Model types that are decoders, although their config has is_decoder=False.
 _DECODERS_ALL_THE_SAME = ("gpt_neox", "gpt_neox_japanese")
@@ -131,7 +131,7 @@ def check_model(model: PreTrainedModel, sharded: bool) -> None:
     hybrids = hybrids_of(config)
     mixers = () if hybrids is None else tuple(f"{path}." for path in hybrids.checked_mixers(model))
     for path, module in text_model.named_modules():
-        known = any(word in path for word in _SENSES) or path.startswith(mixers)
+        known = any(word in path for word in SENSES) or path.startswith(mixers)
         if not known and isinstance(module, nn.Conv1d) and max(module.kernel_size) > 1:
             raise NotImplementedError(f"{name}: {path} is a convolution along the row: {_STATE}: use 'sdpa' or 'eager'")
     if not sharded:

@@ -54,18 +54,25 @@ class Step:
     checkpointing: bool = True
     offload: bool = False
     pattern: str = "exact"
+    mlp_tokens_at_once: int = 0
 
     def __str__(self) -> str:
         of = "" if self.ring_size == self.devices else f" of {self.devices}"
         words = [f"{self.seq_len} on {self.ring_size}{of}", "fsdp2" * (self.parallel == "fsdp2")]
-        return ", ".join(filter(None, [*words, "" if self.checkpointing else "saved", "offload" * self.offload]))
+        words += [
+            "saved" * (not self.checkpointing),
+            "offload" * self.offload,
+            "slices" * (self.mlp_tokens_at_once > 0),
+        ]
+        return ", ".join(filter(None, words))
 
 
-#: A row that gets longer; other rings; what holds weights and gradients; activations saved, or in host memory.
+#: A row that gets longer; other rings; what holds weights and gradients; activations saved, or in host memory; slices.
 ALL_STEPS = [
     *(Step(tokens, 2, 2) for tokens in (2048, 4096, 8192)),
     *(Step(4096), Step(4096, 4, 4), Step(4096, 2, 2, "fsdp2"), Step(4096, offload=True)),
     *(Step(2048, checkpointing=False), Step(4096, 2, 2, checkpointing=False)),
+    Step(2048, checkpointing=False, mlp_tokens_at_once=256),
     Step(2048, 2, 1, "fsdp2", checkpointing=False),
 ]
 
@@ -107,6 +114,7 @@ def _parts(shape: Shape, step: Step) -> dict[str, int]:
     start = held_memory(shape.device)
     ring = ra.Ring() if step.ring_size == step.devices else ra.Ring.alone()
     model = ra.patch_model(model_of(shape, step.seq_len, step.checkpointing), step.pattern, ring=ring)
+    model = ra.sliced_mlp(model, step.mlp_tokens_at_once or None)
     ids = torch.randint(8192, (1, step.seq_len), generator=torch.Generator().manual_seed(1)).to(shape.device)
     trained, backward, optimizer = in_parallel(model, step)
     kept = 0
@@ -184,7 +192,7 @@ def main(words: Sequence[str] | None = None) -> None:
             f"A training step of 4 layers of width {args.heads * args.head_dim}, busiest rank, MiB",
             "tokens, ring|weights|grads|optim.|kept|work|total|estim.|error",
             rows,
-            "kept: for backward; work: what the peak has beyond the other parts; saved: without checkpointing",
+            "kept: for backward; work: what the peak has beyond the other parts; saved: without checkpointing; slices: of MLPs",
         )
 
 

@@ -40,13 +40,19 @@ class OptimizedModule(torch.nn.Module):
     """What torch.compile returns has a class of this name."""
 
 
+def set_z3_leaf_module(model, flag):
+    """DeepSpeed is not installed for all tests; test_sliced_mlp.py sees what its own function reads."""
+    model._z3_leaf = flag
+
+
 CHECKS = {library: partial(private.check, library) for library in private.PROBED} | {
     "torch.compile": lambda: private.compiled_module(OptimizedModule()),
     "transformers.generate": private.prompt_is_cut,
     "trl": lambda: private.check_trl(GRPOTrainer),
     "lm_eval": lambda: private.check("lm_eval", {"HFLM": HarnessModel}),
+    "deepspeed": lambda: private.check("deepspeed", {"deepspeed.utils.set_z3_leaf_module": set_z3_leaf_module}),
 }
-LIBRARIES["lm_eval"] = HarnessModel
+LIBRARIES |= {"lm_eval": HarnessModel, "deepspeed": HarnessModel}
 
 
 def test_all_names_are_in_these_releases():

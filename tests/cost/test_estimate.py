@@ -61,8 +61,10 @@ def test_layers_have_the_modules_of_the_model():
 # ---- memory
 
 
-@pytest.mark.parametrize(("dtype", "ranks"), [(torch.float32, 1), (torch.bfloat16, 2)])
-def test_a_layer_saves_what_autograd_saves(dtype, ranks):
+@pytest.mark.parametrize(
+    ("dtype", "ranks", "slices"), [(torch.float32, 1, 0), (torch.bfloat16, 2, 0), (torch.float32, 1, 16)]
+)
+def test_a_layer_saves_what_autograd_saves(dtype, ranks, slices):
     """The storages that autograd keeps, counted in a model of one layer and of two."""
     tokens = 64
 
@@ -72,7 +74,7 @@ def test_a_layer_saves_what_autograd_saves(dtype, ranks):
             config = model_of(Shape(4, 2, device="meta"), tokens).config
             config.num_hidden_layers = layers
             model = AutoModelForCausalLM.from_config(config).to(dtype).train()
-            ra.patch_model(model, "exact", ring=ring)
+            ra.sliced_mlp(ra.patch_model(model, "exact", ring=ring), slices or None)
             weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
             ids = torch.arange(tokens)[None]
             storages = {}
@@ -89,7 +91,9 @@ def test_a_layer_saves_what_autograd_saves(dtype, ranks):
         return (sizes[1] - sizes[0]) / (tokens // ring.world_size)
 
     measured = [saved(ra.Ring.alone())] if ranks == 1 else ra.run_simulated(saved, ranks, transport="ring")
-    answer = ra.estimate(model_of(Shape(4, 2), tokens).config, tokens, devices=ranks, dtype=dtype)
+    answer = ra.estimate(
+        model_of(Shape(4, 2), tokens).config, tokens, devices=ranks, dtype=dtype, mlp_tokens_at_once=slices
+    )
     memory = layer_memory(answer.shape, answer.shape.layers[0], answer.setting, whole=ranks == 1)
     assert measured == [memory.saved] * ranks
 
@@ -121,7 +125,9 @@ def test_stages_divide_what_they_say():
 def test_every_switch_takes_memory_from_the_device():
     plain = ra.estimate(LLAMA_8B, 131072, devices=8, ring_size=4, parallel="ddp", checkpointing=False)
     names = [one.name.split("=")[0].split(" ")[0] for one in next_switches(plain)]
-    assert {"checkpointing", "offload", "parallel", "ring_size", "offload_optimizer"} <= {*names}
+    assert {"checkpointing", "offload", "parallel", "ring_size", "offload_optimizer", "sliced_mlp(model,"} <= {*names}
+    experts = ra.estimate(LLAMA_8B | {"model_type": "mixtral"}, 131072, checkpointing=False)
+    assert not any("sliced_mlp" in one.name for one in next_switches(experts))
     gains = [one.gain for one in next_switches(plain)]
     assert gains == sorted(gains, reverse=True)
     shared = {"devices": 8, "ring_size": 4}

@@ -1,0 +1,404 @@
+"""MLPs in slices: results and gradients of whole rows, one gradient a parameter, less memory, and refusals on all ranks."""
+
+import copy
+import pickle
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+import hf_ring_attention as ra
+from hf_ring_attention.compute.private import checkpoint_activations
+from tests.support.as_gpus import NO_DEEPSPEED, deepspeed_without_operators
+from tests.support.live_bytes import LiveBytes
+from tests.support.ranks import on_ranks, run_ranks
+from tests.support.tiny_models import CAUSAL_TYPES, INNER, NOT_BUILT, tiny_config, tiny_model
+from tests.support.tolerance import EXACT, allowed, assert_exact, distance, gradients_distance
+from tests.support.training import tiny_llama, whole
+
+pytestmark = pytest.mark.usefixtures("in_float64")
+
+
+def tokens(*shape, seed=1):
+    return torch.randint(3, 97, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def step(model, ids):
+    """The logits, the gradients, and how often each parameter got one."""
+    fired = {}
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.update({name: fired.get(name, 0) + 1}))
+        for name, parameter in model.named_parameters()
+    ]
+    model.zero_grad()
+    logits = model(input_ids=ids, use_cache=False).logits
+    logits.square().mean().backward()
+    for hook in hooks:
+        hook.remove()
+    return logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}, fired
+
+
+def slices_of(model):
+    """A list that gets the tokens of each slice of the first MLP, as its last layer gets them."""
+    seen = []
+    mlp = next(x for x in model.modules() if type(x).__name__ == "LlamaMLP")
+    mlp.down_proj.register_forward_pre_hook(lambda _, args: seen.append(tuple(args[0].shape[:-1])))
+    return seen
+
+
+# With tensors beside the input, weights in another order, a list of layers, and one MLP that all layers share.
+TYPES = ("llama", "bloom", "gpt2", "ctrl", "xlm", "zamba2", "recurrent_gemma", "prophetnet")
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_slices_are_whole_rows(model_type):
+    model, ids = tiny_model(model_type, "eager"), tokens(2, 23)
+    logits, gradients, _ = step(model, ids)
+    for tokens_at_once in (10, 1):  # slices of 5, 5, 5, 5 and 3 tokens of both rows
+        sliced, found, fired = step(ra.sliced_mlp(model, tokens_at_once), ids)
+        assert_exact(sliced, logits)
+        assert gradients_distance(found, gradients) <= EXACT and {*fired.values()} == {1}
+        assert fired.keys() == gradients.keys() == found.keys()
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_slices_inside_of_checkpoints(reentrant):
+    model, ids = tiny_llama(None).train(), tokens(1, 37)
+    logits, gradients, _ = step(model, ids)
+    if reentrant is not None:
+        checkpoint_activations(model, {"use_reentrant": reentrant})
+    seen = slices_of(model)
+    sliced, found, fired = step(ra.sliced_mlp(model, 10), ids)
+    assert_exact(sliced, logits)
+    assert (
+        gradients_distance(found, gradients) <= EXACT and {*fired.values()} == {1} and fired.keys() == gradients.keys()
+    )
+    assert {*seen} == {(1, 7), (1, 10)} and len(seen) in {None: (8,), False: (11, 12), True: (12,)}[reentrant]
+
+
+def test_short_rows_and_rows_without_gradients_are_not_computed_again():
+    model = ra.sliced_mlp(tiny_llama(None), 10)
+    seen = slices_of(model)
+    step(model, tokens(1, 10))
+    assert seen == [(1, 10)]
+    with torch.no_grad():
+        model(tokens(3, 10))
+    assert seen[1:] == [(3, 3), (3, 3), (3, 3), (3, 1)]
+
+
+def test_a_ring_has_the_gradients_of_one_process():
+    ids = tokens(2, 41)
+    loss = tiny_llama()(ids, labels=ids).loss
+    whole_model = tiny_llama()
+    whole_model(ids, labels=ids).loss.backward()
+
+    def work(ring, model):
+        found = ra.sliced_mlp(model, 8)(ids, labels=ids).loss
+        found.backward()
+        assert_exact(found.detach(), loss.detach())
+        return [p.grad for p in model.parameters()]
+
+    for number, parts in enumerate(zip(*on_ranks(work, tiny_llama), strict=True)):
+        assert_exact(torch.stack(parts).mean(0), [*whole_model.parameters()][number].grad)
+
+
+def test_masks_of_dropout_are_the_same_in_backward():
+    """GPT-2 drops outputs of its MLP."""
+    mlp = tiny_model("gpt2", "eager", resid_pdrop=0.5).transformer.h[0].mlp.train()
+    x = torch.randn(1, 7, 32)
+
+    def gradients(compute):
+        torch.manual_seed(3)
+        mlp.zero_grad()
+        out = compute(x)
+        out.square().sum().backward()
+        return out.detach(), {n: p.grad.clone() for n, p in mlp.named_parameters()}
+
+    expected, of_weights = gradients(lambda x: torch.cat([mlp(part) for part in x.split(3, 1)], 1))
+    model = tiny_model("gpt2", "eager")
+    model.transformer.h[0].mlp = mlp
+    ra.sliced_mlp(model, 3)
+    found, again = gradients(mlp)
+    assert 0.2 < float((expected == 0).double().mean()) < 0.8
+    assert_exact(found, expected)
+    assert gradients_distance(again, of_weights) <= EXACT
+
+
+@pytest.mark.own_dtypes
+def test_autocast():
+    model, ids = tiny_llama(None, seed=2), tokens(1, 37)
+
+    def run(autocast):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            logits = model(ids).logits
+        logits.float().square().mean().backward()
+        return logits.detach().float(), {n: p.grad.clone() for n, p in model.named_parameters()}
+
+    (exact, gradients), (rounded, of_rounded) = run(False), run(True)
+    ra.sliced_mlp(model, 10)
+    sliced, found = run(True)
+    assert distance(sliced, exact) <= allowed(distance(rounded, exact), torch.bfloat16)
+    assert gradients_distance(found, gradients) <= allowed(gradients_distance(of_rounded, gradients), torch.bfloat16)
+
+
+# ---- memory
+
+
+def test_wide_tensors_exist_for_one_slice():
+    """The inputs and outputs of all tokens, their gradients, and 6 numbers of the inner width for each token of a slice."""
+    width, inner, count, at_once = 16, 512, 512, 64
+    model = tiny_llama(None, hidden_size=width, intermediate_size=inner)
+    mlp, x = model.model.layers[0].mlp, torch.randn(1, count, width).requires_grad_()
+    weights = sum(p.nbytes for p in mlp.parameters())
+
+    def bytes_of(compute):
+        mlp.zero_grad()
+        with LiveBytes() as live:
+            out = compute(2 * x)
+            kept = live.now - out.nbytes
+            out.backward(torch.ones_like(out))
+        return kept - weights, live.peak - 2 * weights
+
+    by_token, rows = 6 * inner * x.element_size(), x.nbytes
+    assert by_token * count <= bytes_of(mlp)[1] <= by_token * count + 6 * rows
+    ra.sliced_mlp(model, at_once)
+    for compute in (mlp, lambda x: checkpoint(mlp, x, use_reentrant=False)):
+        kept, peak = bytes_of(compute)
+        assert kept <= rows, "the input of all slices, once"
+        assert by_token * at_once <= peak <= by_token * at_once + 6 * rows
+
+
+# ---- models
+
+
+#: Other layers that are as wide as MLPs.
+OTHERS = re.compile(
+    r"attn|attention|mixer|mamba|vision|image|audio|vqmodel|embedding_projection|projector|laurel|lm_head"
+)
+#: Types whose layers have the weights of their MLP themselves, or no MLP.
+WITHOUT = {
+    *("bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small"),
+    *("camembert", "data2vec-text", "electra", "ernie", "falcon_mamba", "git", "mamba", "mamba2", "marian", "mbart"),
+    *("megatron-bert", "mvp", "opt", "pegasus", "plbart", "rembert", "roberta", "roberta-prelayernorm", "roc_bert"),
+    *("roformer", "trocr", "whisper", "xglm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+}
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("model_type", [name for name in CAUSAL_TYPES if name not in NOT_BUILT])
+def test_every_type(model_type):
+    """Every wide layer is in an MLP that is sliced, or the model is refused for a reason that is true."""
+    config = tiny_config(model_type)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    if model_type in WITHOUT:
+        with pytest.raises(
+            NotImplementedError, match=f"{type(model).__name__} has no module named mlp, ffn or feed_forward"
+        ):
+            ra.sliced_mlp(model)
+    elif any("expert" in path for path, _ in model.named_parameters()):
+        with pytest.raises(NotImplementedError, match=r"sliced_mlp: [\w.]+ \(\w+\) sends tokens to experts"):
+            ra.sliced_mlp(model)
+    else:
+        ra.sliced_mlp(model)
+        sliced = tuple(f"{path}." for path, module in model.named_modules() if "forward" in vars(module))
+        for path, module in model.named_modules():
+            if isinstance(module, (torch.nn.Linear, Conv1D)) and {INNER, 2 * INNER} & {*module.weight.shape}:
+                assert OTHERS.search(path) or path.startswith(sliced), path
+
+
+def test_experts_beside_dense_layers_are_refused():
+    model = tiny_model("deepseek_v3", "eager")
+    with pytest.raises(NotImplementedError, match=r"model\.layers\.1\.mlp \(DeepseekV3MoE\) sends tokens to experts"):
+        ra.sliced_mlp(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_layers_without_a_module_for_their_mlp_are_refused():
+    with pytest.raises(NotImplementedError, match="OPTForCausalLM has no module named mlp, ffn or feed_forward"):
+        ra.sliced_mlp(tiny_model("opt", "eager"))
+
+
+def test_other_results_than_one_tensor_are_refused():
+    """RWKV's feed-forward passes a state; another one mixes tokens."""
+    model = ra.sliced_mlp(tiny_model("rwkv", "eager"), 10)
+    for length in (5, 20):  # ranks with short rows refuse with the others
+        with pytest.raises(ValueError, match=r"expected a tensor of .* x width from RwkvFeedForward, got tuple"):
+            model(tokens(1, length))
+    model = tiny_llama(None)
+    mlp = model.model.layers[0].mlp
+    mlp.forward = lambda x: x.mean(1, keepdim=True)
+    ra.sliced_mlp(model, 10)
+    with pytest.raises(ValueError, match=r"expected a tensor of \(1, 10\) x width from LlamaMLP, got \(1, 1, 32\)"):
+        model(tokens(1, 20))
+    with pytest.raises(
+        ValueError, match=r"expected inputs of one shape x width, got \[\(1, 2\), \(1, 3\)\] for LlamaMLP"
+    ):
+        mlp(torch.ones(1, 2, 32), torch.ones(1, 3, 32))
+
+
+def test_arguments_are_checked():
+    for wrong in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match="sliced_mlp: tokens_at_once must be an integer of at least 1"):
+            ra.sliced_mlp(tiny_llama(), wrong)
+    with pytest.raises(ValueError, match="sliced_mlp: expected a Transformers model"):
+        ra.sliced_mlp(torch.nn.Linear(2, 2))
+
+
+def test_it_can_be_undone():
+    """Also over a forward that another library has put there."""
+    model = tiny_llama(None)
+    first, second = (layer.mlp for layer in model.model.layers)
+    theirs = first.forward = lambda x: type(first).forward(first, x)
+    seen = slices_of(model)
+    for tokens_at_once, count in ((5, 4), (10, 2), (None, 1)):
+        assert ra.sliced_mlp(model, tokens_at_once) is model
+        with torch.no_grad():
+            model(tokens(1, 20))
+        assert len(seen) == count
+        seen.clear()
+    assert first.forward is theirs and "forward" not in vars(second)
+    ra.sliced_mlp(model, None)
+    assert first.forward is theirs and "forward" not in vars(second)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_compute_with_their_own_weights(copied, tmp_path):
+    model, ids = ra.sliced_mlp(tiny_llama(None), 10), tokens(1, 37)
+    logits, gradients, _ = step(model, ids)
+    other = copied(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    seen = slices_of(other)
+    again, found, _ = step(other, ids)
+    assert_exact(again, logits)
+    assert gradients_distance(found, gradients) <= EXACT and len(seen) == 8
+    other.save_pretrained(tmp_path)
+    assert_exact(step(type(other).from_pretrained(tmp_path, dtype=torch.float64), ids)[0], logits)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_mlp_is_one_graph(backend):
+    model, x = tiny_llama(None), torch.randn(1, 20, 32)
+    mlp = model.model.layers[0].mlp
+    expected = mlp(x)
+    ra.sliced_mlp(model, 8)
+    assert_exact(torch.compile(mlp, backend=backend, fullgraph=True)(x), expected)
+
+
+# ---- on two ranks, with rows of other lengths
+
+LENGTHS = (37, 12)
+
+
+def expected_gradients(model):
+    """The mean over ranks of the gradients of whole rows."""
+    runs = [step(model, tokens(1, length, seed=length))[1] for length in LENGTHS]
+    return {name: torch.stack([run[name] for run in runs]).mean(0) for name in runs[0]}
+
+
+def gradients_on(rank, wrap, reentrant):
+    model = ra.sliced_mlp(tiny_llama(None).train(), 10)
+    expected = expected_gradients(ra.sliced_mlp(copy.deepcopy(model), None))
+    if reentrant is not None:
+        checkpoint_activations(model, {"use_reentrant": reentrant})
+    seen, called = slices_of(model), model
+    if wrap == "fsdp2":
+        for part in (*(layer.mlp for layer in model.model.layers), *model.model.layers, model):
+            fully_shard(part)
+    elif wrap != "fsdp2 of layers":
+        called = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=wrap == "ddp unused")
+    else:
+        for part in (*model.model.layers, model):
+            fully_shard(part)
+    _, found, fired = step(called, tokens(1, LENGTHS[rank], seed=LENGTHS[rank]))
+    found = {name.removeprefix("module."): whole(x) for name, x in found.items()}
+    assert {length for _, length in seen} == ({7, 10}, {2, 10})[rank]
+    assert {*fired.values()} == {1} and found.keys() == expected.keys()
+    assert gradients_distance(found, expected) <= EXACT
+
+
+@pytest.mark.parametrize(
+    ("wrap", "reentrant"),
+    [
+        ("ddp", None),
+        ("ddp", True),
+        ("ddp unused", None),
+        ("ddp unused", False),
+        ("fsdp2", None),
+        ("fsdp2 of layers", False),
+    ],
+)
+def test_ranks_with_other_numbers_of_slices(wrap, reentrant, programs):
+    programs.run(gradients_on, 2, wrap, reentrant)
+
+
+def refused_by(rank):
+    model = ra.sliced_mlp(tiny_llama(None), 10)
+    for layer in model.model.layers:
+        fully_shard(layer.mlp.up_proj)
+    fully_shard(model)
+    with pytest.raises(
+        NotImplementedError, match="each slice would gather the weights of up_proj: shard LlamaMLP or its layer as one"
+    ):
+        model(tokens(1, (20, 5)[rank]))
+    with pytest.raises(
+        NotImplementedError, match=r"each slice would gather the weights of up_proj: shard model\.layers\.0\.mlp or"
+    ):
+        ra.sliced_mlp(model, 5)
+
+
+def test_layers_that_are_sharded_by_themselves_are_refused_on_all_ranks(programs):
+    """Their ranks would wait for each other in slices that only one of them has."""
+    programs.run(refused_by, 2)
+
+
+def zero_losses(rank):
+    """[stage][whole rows, slices]: the losses of two steps, summed over the ranks."""
+    deepspeed = deepspeed_without_operators()
+    deepspeed.init_distributed("gloo", dist_init_required=False, verbose=False)
+
+    def engine_of(model, stage):
+        zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "gradient_clipping": 1e9}
+        config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+        return deepspeed.initialize(model=model, optimizer=optimizer, dist_init_required=False, config=config)[0]
+
+    def losses(stage, tokens_at_once):
+        model = tiny_llama(None).train()
+        ra.sliced_mlp(model, tokens_at_once)
+        checkpoint_activations(model, {"use_reentrant": False})
+        engine, found = engine_of(model, stage), []
+        ids = tokens(1, LENGTHS[rank])
+        for _ in range(3):
+            loss = engine(ids, labels=ids).loss
+            engine.backward(loss)
+            engine.step()
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            found.append(float(total))
+        return found
+
+    found = [[losses(stage, number) for number in (None, 10)] for stage in (1, 2, 3)]
+    late = tiny_llama(None)
+    engine = engine_of(late, 3)
+    with pytest.raises(NotImplementedError, match=r"of gate_proj: .* call sliced_mlp before deepspeed\.initialize"):
+        ra.sliced_mlp(engine, 10)
+    return found
+
+
+def test_zero():
+    """ZeRO-3 gathers each MLP once for all slices: ranks with more slices than others do not wait for them."""
+    pytest.importorskip("deepspeed", reason=NO_DEEPSPEED)
+    for of_rank in run_ranks(zero_losses, 2):
+        for stage, (expected, found) in enumerate(of_rank, 1):
+            assert found == pytest.approx(expected, rel=EXACT), f"ZeRO {stage}"
+            assert expected[0] > expected[-1]
