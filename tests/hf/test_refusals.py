@@ -135,6 +135,6 @@ def said(rank, traced):
 @pytest.mark.parametrize("traced", TRACED)
 def test_tracing_is_refused_by_name(traced):
     (text,) = run_ranks(said, 1, traced)
-    assert "which no graph can hold: export a model with attn_implementation='sdpa'" in text
+    assert "which no exported program can: export with attn_implementation='sdpa'" in text
     if traced != "strict export":
         assert text.startswith("NotImplementedError: torch.export or torch.jit.trace was asked for")

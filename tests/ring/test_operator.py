@@ -1,0 +1,122 @@
+"""The operators behind attention, as torch's own checks of operators see them; and what only they do."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import hf_ring_attention as ra
+from hf_ring_attention.ring.attention import Options, checked_call
+from hf_ring_attention.ring.operator import CALLS
+from tests.support.ranks import run_ranks
+from tests.support.threads import forget_modes
+from tests.support.tolerance import EXACT, distance
+
+OPERATORS = torch.ops.hf_ring_attention
+
+
+def tensors(tokens=12, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(tokens)
+    q, k, v = (torch.randn(2, heads, tokens, 8, dtype=dtype, generator=generator) for heads in (4, 2, 2))
+    return [x.requires_grad_() for x in (q, k, v)]
+
+
+def call_of(q, k, v, sinks=None, ring=None, **options):
+    """A checked call, which the caller must keep, and the number that names it."""
+    call = checked_call(q, k, v, sinks, Options("window:4+1", ring, **options))
+    return call, torch.tensor([CALLS.add(call)])
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_torch_checks_the_operator(dtype, with_sinks, monkeypatch):
+    """Schema, autograd, shapes of fake tensors, and tracing with dynamic shapes, by `torch.library.opcheck`."""
+    forget_modes(monkeypatch)
+    q, k, v = tensors(dtype=dtype)
+    sinks = torch.randn(4, dtype=dtype, requires_grad=True) if with_sinks else None
+    call, number = call_of(q, k, v, sinks)
+    torch.library.opcheck(OPERATORS.attend.default, (q, k, v, sinks, number))
+    with torch.no_grad():
+        out, lse = OPERATORS.attend(q, k, v, sinks, number)
+        saved = [x.detach() for x in (q, k, v, out, lse)]
+        torch.library.opcheck(OPERATORS.attend_backward.default, (torch.randn_like(out), saved, sinks, number))
+    assert call.problem.num_heads == 4
+
+
+def _checked_on_a_ring(rank):
+    """The same of the operators that gather and cut, and of the heads transport's."""
+    ring = ra.Ring(transport="heads")
+    local = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    torch.library.opcheck(OPERATORS.side_by_side.default, (local, ring.number, 1))
+    torch.library.opcheck(OPERATORS.to_owners.default, (torch.randn(2, 6, 4), ring.number, 1))
+    q, k, v = tensors()
+    _, number = call_of(q, k, v, ring=ring)
+    torch.library.opcheck(
+        OPERATORS.attend_by_heads.default,
+        (q, k, v, None, number),
+        {"with_lse": True},
+        test_utils=("test_schema", "test_autograd_registration"),
+    )
+
+
+def test_torch_checks_the_operators_of_a_ring():
+    run_ranks(_checked_on_a_ring, 2)
+
+
+def _in_one_graph(rank, world_size):
+    """[errors, compilations] of the function in a graph, over lengths, against the function itself."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    ring = ra.Ring(transport="ring") if world_size > 1 else None
+
+    def attend(q, k, v):
+        return ra.ring_attention(1.5 * q, k, v, pattern="pyramid:4,2", ring=ring).sin()
+
+    call, counts = torch.compile(attend, fullgraph=True, dynamic=True, backend=counter), []
+    for tokens in (16, 24, 20, 36):
+        results = []
+        for function in (attend, call):
+            x = tensors(tokens)
+            out = function(*x)
+            results.append([out, *torch.autograd.grad(out.square().sum(), x)])
+        assert max(map(distance, *results)) <= EXACT
+        counts.append(counter.frame_count)
+    assert counts == [1] * 4
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_one_graph_holds_the_function(world_size):
+    run_ranks(_in_one_graph, world_size, world_size)
+
+
+def test_a_second_derivative_is_refused():
+    q, k, v = tensors()
+    out = ra.ring_attention(q, k, v, pattern="window:4")
+    with pytest.raises(RuntimeError, match="no second derivative: leave out create_graph=True"):
+        torch.autograd.grad(out.sum(), q, create_graph=True)
+
+
+@pytest.mark.parametrize("transport", ["ring", "collective", "heads"])
+def test_kept_attention_moves_nothing_again(transport):
+    """Bytes of a checkpointed call over a ring: of one forward and one backward pass."""
+
+    def bytes_of(ring, **options):
+        x = [x.detach()[:, :, :6].contiguous().requires_grad_() for x in tensors()]
+        ring.reset_traffic()
+
+        def layer(q, k, v):
+            return ra.ring_attention(q, k, v, pattern="exact", ring=ring).sin()
+
+        out = checkpoint(layer, *x, use_reentrant=False, **options) if options else layer(*x)
+        out.square().sum().backward()
+        return ring.traffic().sent_bytes, [leaf.grad for leaf in x]
+
+    def compare(ring):
+        plain, kept = bytes_of(ring), bytes_of(ring, context_fn=ra.keep_attention)
+        again = bytes_of(ring, determinism_check="default")
+        assert all(map(torch.equal, plain[1], kept[1])) and all(map(torch.equal, plain[1], again[1]))
+        return plain[0], kept[0], again[0]
+
+    for plain, kept, again in ra.run_simulated(compare, 2, transport=transport):
+        assert plain == kept < again
