@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from ..plan.parts import fewest_last
 from ..plan.patterns import Pattern
 from ..plan.problem import Documents, HeldKeys
 from ..ring.attention import FORWARD, UNTRACEABLE, CheckedCall, Options, check_not_traced, checked_call
+from ..ring.operator import GraphLayer
 from ..ring.ring import Ring
 from .config import layer_pattern, unpatched_pattern
 from .forward_pass import CALL, ForwardPass, forward_pass_of, names_rows_in_graph, number_of, running
@@ -93,10 +95,9 @@ def ring_dilated_attention(
         attachment, named = attachment_of(module), names_rows_in_graph(attention_mask)
         others = [name for name, x in kwargs.items() if x is not None and x is not False and name != CALL]
         if attachment is not None and attachment.in_graphs and named and "is_causal" not in others:
-            out, _ = torch.ops.hf_ring_attention.attend(
-                query, key, value, s_aux, attention_mask, layer=attachment.number, recorded=torch.is_grad_enabled(),
-                dropout=dropout, scaling=scaling, sliding_window=sliding_window, softcap=softcap, others=",".join(others),
-            )  # fmt: skip
+            numbers = [float(torch.is_grad_enabled()), *(math.nan if x is None else float(x) for x in settings)]
+            text = f"{attachment.number} {' '.join(others)}"
+            out, _ = torch.ops.hf_ring_attention.attend(query, key, value, s_aux, attention_mask, 0, text, numbers)
             return out.transpose(1, 2).contiguous(), None
         return _layer_attention_at_a_break(module, (query, key, value, s_aux), attention_mask, settings, kwargs), None
     return _layer_attention(module, (query, key, value, s_aux), attention_mask, settings, kwargs), None
@@ -140,14 +141,14 @@ def call_in_graph(
     key: Tensor,
     value: Tensor,
     sinks: Tensor | None,
-    constants: Mapping[str, Any],
+    layer: GraphLayer,
 ) -> CheckedCall:
     """Returns the call of a layer inside a graph; the first layer of a kind in a forward pass checks and plans it."""
-    scaling, window, softcap = (constants.get(name) for name in ("scaling", "sliding_window", "softcap"))
-    others = dict.fromkeys(filter(None, constants.get("others", "").split(",")), True)
-    module, settings = MODULES[constants["layer"]], (constants.get("dropout", 0.0), scaling, window, softcap)
-    recorded = constants.get("recorded", False)
-    return _layer_of(module, now, (query, key, value, sinks), tokens, settings, others, recorded).call
+    module, *others = layer.text.split()
+    dropout, scaling, window, softcap = (None if math.isnan(x) else x for x in layer.numbers[1:])
+    of_layer = dropout or 0.0, scaling, None if window is None else int(window), softcap
+    given, tensors = dict.fromkeys(others, True), (query, key, value, sinks)
+    return _layer_of(MODULES[int(module)], now, tensors, tokens, of_layer, given, layer.recorded).call
 
 
 def _layer_of(

@@ -91,9 +91,9 @@ _RECENT: deque[RowsInGraph] = deque()
 _PASSES_WITH_PLANS = 4
 
 
-def _begin(tokens: Tensor, mask: Tensor | None, positions: Tensor | None, model: int, recorded: bool) -> Tensor:
+def _begin(tokens: Tensor, mask: Tensor | None, positions: Tensor | None, model: str, recorded: bool) -> Tensor:
     """Finds the rows of a call, once all ranks have come with equal calls; returns their number as a mask."""
-    runner: Any = runner_of(MODULES[model])  # type: ignore[arg-type]
+    runner: Any = runner_of(MODULES[int(model)])  # type: ignore[arg-type]
     name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
     kwargs = {name: tokens, "attention_mask": mask, "position_ids": positions}
     now = ForwardPass(runner, runner, attached_ring(runner), Call(), own_patterns=patterns_of_layers(runner.config))
@@ -135,7 +135,7 @@ def _fake_tokens_of_ranks(call: Tensor, ring: int, batch: int, length: int) -> t
     return call.new_empty(batch, local), call.new_empty(batch, length)
 
 
-define("begin(Tensor tokens, Tensor? mask, Tensor? positions, int model, bool recorded) -> Tensor", _begin, _fake_begin)
+define("begin(Tensor tokens, Tensor? mask, Tensor? positions, str model, bool recorded) -> Tensor", _begin, _fake_begin)
 define(
     "tokens_of_ranks(Tensor call, int ring, SymInt batch, SymInt length) -> (Tensor, Tensor)",
     _tokens_of_ranks,

@@ -38,7 +38,7 @@ class Attachment:
     """
 
     ring: Ring | None = None
-    number: int = 0
+    number: str = ""  # dynamo would take a number for a size that may change
     in_graphs: bool = False  # whether a graph can hold calls of its model
     is_decoder: bool = False
     loss_in_parts: bool = False  # whether its loss is one of next tokens, which each rank can compute for its part
@@ -145,7 +145,7 @@ def set_ring(model: PreTrainedModel, ring: Ring | None, in_graphs: bool, loss_in
     of_ring, runner = {model, *decoder_of(model).modules()}, runner_of(model)
     for module in model.modules():
         of_module = ring if module in of_ring else None
-        attachment = Attachment(of_module, MODULES.add(module), in_graphs, module is runner, loss_in_parts)
+        attachment = Attachment(of_module, str(MODULES.add(module)), in_graphs, module is runner, loss_in_parts)
         setattr(module, _ATTACHMENT, attachment)
 
 

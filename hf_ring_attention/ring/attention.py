@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,10 +17,11 @@ from ..plan.layouts import SequenceLayout
 from ..plan.patterns import Pattern, as_pattern
 from ..plan.problem import HeldKeys, Problem, documents_of
 from ..plan.traffic import RowBytes
+from ..transport.agreement import Agreement
 from ..transport.heads import HeadsTransport
 from ..transport.transports import LocalTransport
 from .engine import AllGradients, Execution, ForwardResults
-from .operator import CALLS
+from .operator import CALLS, GraphLayer
 from .planner import CallKey
 from .ring import Ring, is_recorded
 
@@ -103,8 +104,7 @@ def ring_attention(
         out, lse = _ring_attention(q, k, v, sinks, arguments, return_lse)
     elif layout is None and documents is None and (ring is None or ring.transport != "heads"):
         call = torch.full((1,), _number_in_graphs(*arguments))
-        constants = {"with_lse": return_lse, "recorded": torch.is_grad_enabled()}
-        out, lse = torch.ops.hf_ring_attention.attend(q, k, v, sinks, call, **constants)
+        out, lse = torch.ops.hf_ring_attention.attend(q, k, v, sinks, call, 0, "", [float(torch.is_grad_enabled())])
     else:  # Rows of their own would need a graph of their own.
         out, lse = _ring_attention_at_a_break(q, k, v, sinks, arguments, return_lse)
     return (out, lse) if return_lse else out
@@ -114,7 +114,7 @@ def _ring_attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: tuple[Any, ...], return_lse: bool
 ) -> tuple[Tensor, Tensor]:
     check_not_traced()
-    return checked_call(q, k, v, sinks, Options(*arguments))(q, k, v, sinks, return_lse)
+    return checked_call(q, k, v, sinks, Options(*arguments)._replace(with_lse=return_lse))(q, k, v, sinks)
 
 
 _ring_attention_at_a_break = torch.compiler.disable(_ring_attention, reason=UNTRACEABLE)
@@ -124,8 +124,8 @@ _ring_attention_at_a_break = torch.compiler.disable(_ring_attention, reason=UNTR
 def _number_in_graphs(*arguments: Any) -> int:
     """Returns the number of a call in the graph that is being traced; its arguments are constants there."""
 
-    def check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, constants: dict[str, Any]) -> CheckedCall:
-        options = Options(*arguments)._replace(recorded_in_graph=constants.get("recorded", False))
+    def check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layer: GraphLayer) -> CheckedCall:
+        options = Options(*arguments)._replace(recorded_in_graph=layer.recorded)
         return checked_call(q, k, v, sinks, options)
 
     source = CallsInGraph(check)
@@ -139,6 +139,7 @@ class Options(NamedTuple):
     Attributes:
         held: the tokens whose keys k [B, Hkv, `held.num_rows`, D] and v hold, if they come from a cache, for the last
             m = `held.num_queries` tokens, of q [B, H, m, D]. `documents` then divide `held.row_len` tokens, without `layout`.
+        with_lse: whether the log-sum-exp is needed, which the heads transport moves for it.
         recorded_in_graph: whether a graph records gradients; None outside of graphs.
     """
 
@@ -151,6 +152,7 @@ class Options(NamedTuple):
     softcap: float | None = None
     head_shard: tuple[int, int] = (0, 1)
     held: HeldKeys | None = None
+    with_lse: bool = False
     recorded_in_graph: bool | None = None
 
 
@@ -164,37 +166,36 @@ class CallsInGraph:
         self._check = check
         self.waiting: dict[Any, CheckedCall] = {}
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, constants: dict[str, Any]
-    ) -> ForwardResults:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layer: GraphLayer) -> ForwardResults:
         """Checks, plans and computes the operator."""
-        call = self._check(q, k, v, sinks, constants)
-        if constants.get("recorded"):
-            self.waiting[(constants.get("layer"), q.shape, k.shape)] = call
-        return call.forward(q, k, v, sinks, constants)
+        call = self._check(q, k, v, sinks, layer)
+        if call.recorded:
+            self.waiting[(layer.text, q.shape, k.shape)] = call
+        return call.forward(q, k, v, sinks, layer)
 
     def backward(
-        self, dout: Tensor, saved: list[Saved], sinks: Tensor | None, constants: dict[str, Any]
+        self, dout: Tensor, saved: list[Saved], sinks: Tensor | None, number: int, layer: GraphLayer
     ) -> AllGradients:
         """Computes the backward operator."""
         q, k, v, _, _ = saved[0]
-        call = self.waiting.pop((constants.get("layer"), q.shape, k.shape), None)
-        return (call or self._check(q, k, v, sinks, constants)).backward(dout, saved, sinks, constants)
+        call = self.waiting.pop((layer.text, q.shape, k.shape), None) or self._check(q, k, v, sinks, layer)
+        return call.backward(dout, saved, sinks, number, layer)
 
 
 class CheckedCall:
     """A call of attention that was checked and planned. It serves all layers whose calls differ in their numbers only.
 
     Args:
-        values: the values that all ranks have in common; `digest` stands for them when ranks compare later calls.
+        agreed: the values that all ranks have in common; its digest stands for them when ranks compare later calls.
         recorded: whether a backward pass will come.
+        with_lse: as in `Options`.
     """
 
     def __init__(
-        self, ring: Ring, problem: Problem, execution: Execution, values: Mapping[str, Any], digest: int, recorded: bool
+        self, ring: Ring, problem: Problem, execution: Execution, agreed: Agreement, recorded: bool, with_lse: bool
     ) -> None:
         self.ring, self.problem, self.recorded = ring, problem, recorded
-        self._execution, self._values, self._digest = execution, values, digest
+        self._execution, self._agreed, self._with_lse = execution, agreed, with_lse
         self._compared = True  # The ranks have just compared this call, but not its repetitions.
         self._key = torch.tensor([CALLS.add(self)])
         names = torch.ops.hf_ring_attention
@@ -202,30 +203,26 @@ class CheckedCall:
             names.attend_by_heads if isinstance(execution.transport, HeadsTransport) else names.attend
         ).default
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, with_lse: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Returns out [B, H, n, Dv] in q's dtype, and lse [B, H, n], which may be empty without `with_lse`."""
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns out [B, H, n, Dv] in q's dtype, and lse [B, H, n], which may be empty without `Options.with_lse`."""
         number = self.ring.calls.next_number() if self.recorded else 0
-        results = self._operator(q, k, v, sinks, self._key, number=number, with_lse=with_lse)
+        results = self._operator(q, k, v, sinks, self._key, number, "", ())
         return results[0], results[1]
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, constants: dict[str, Any]
-    ) -> ForwardResults:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layer: GraphLayer) -> ForwardResults:
         """Computes the operator, once the ranks agree that they all make this call."""
         if not self._compared and self.ring.world_size > 1:
-            self.ring.calls.compare(FORWARD, self._values, self._digest)
+            self.ring.calls.compare(FORWARD, self._agreed.values, self._agreed.digest)
         self._compared = False
         if self.problem.held is not None and self.ring.world_size > 1:
             return *self._attend_to_cache(q, k, v, sinks), []
-        return self._execution.forward(q, k, v, sinks, constants.get("with_lse", False))
+        return self._execution.forward(q, k, v, sinks, self._with_lse)
 
     def backward(
-        self, dout: Tensor, saved: list[Saved], sinks: Tensor | None, constants: dict[str, Any]
+        self, dout: Tensor, saved: list[Saved], sinks: Tensor | None, number: int, layer: GraphLayer
     ) -> AllGradients:
         """Computes the backward operator, once the ranks agree that they all run the backward pass of one call."""
-        self.ring.calls.compare_backward(constants.get("number", 0))
+        self.ring.calls.compare_backward(number)
         return self._execution.backward(dout, saved, sinks)
 
     def _attend_to_cache(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -283,7 +280,7 @@ def checked_call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options:
         transport: Any = ring.planner.transport_for(CallKey(problem, sizes, q.device, kernel.joining))
     else:
         transport = LocalTransport(ring.bindings.of(bind_own, problem, 0, q.device, kernel.joining))
-    return CheckedCall(ring, problem, Execution(transport, kernel, scale), call.values, call.digest, recorded)
+    return CheckedCall(ring, problem, Execution(transport, kernel, scale), call, recorded, options.with_lse)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, sinks: Tensor | None) -> None:

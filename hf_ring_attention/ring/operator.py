@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -75,60 +75,61 @@ def define(
         torch.library.register_autograd(f"hf_ring_attention::{name}", backward, setup_context=save, lib=_LIBRARY)
 
 
+class GraphLayer(NamedTuple):
+    """The constants of a call inside a graph. The operators have few arguments for them, since each makes all calls slower."""
+
+    text: str = ""  # the number of a layer's module, and the names of its other arguments; empty outside of graphs
+    numbers: tuple[float, ...] = ()  # whether gradients are recorded, dropout, scaling, window, softcap; NaN for None
+
+    @property
+    def recorded(self) -> bool:
+        """Whether the graph records gradients."""
+        return bool(self.numbers[0])
+
+
 class CallSource(Protocol):
     """A number in a graph: a call that was checked already, or one that is checked when it comes."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, constants: dict[str, Any]
-    ) -> ForwardResults:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layer: GraphLayer) -> ForwardResults:
         """Returns out, lse and, for the heads transport, the tensors that backward needs."""
 
-    def backward(
-        self, dout: Tensor, saved: list[Saved], sinks: Tensor | None, constants: dict[str, Any]
-    ) -> AllGradients:
-        """Returns the gradients of q, k, v and sinks."""
+    def backward(self, dout: Tensor, saved: list[Saved], sinks: Tensor | None, number: int, layer: str) -> AllGradients:
+        """Returns the gradients of q, k, v and sinks, of a call with this number among those that recorded gradients."""
 
 
 #: What tensors name: calls (`CallSource`), and the facts of masks.
 CALLS: Numbered[Any] = Numbered()
 
-#: Constants of a call: its number among those that recorded gradients, and whether its lse is used. Then of a layer in a graph:
-#: its number, whether gradients are recorded, and the arguments that Transformers gives it; of the others only the names.
-_CONSTANTS = (
-    "*, int number=0, bool with_lse=False, int layer=0, bool recorded=False, float dropout=0.0, float? scaling=None, "
-    "int? sliding_window=None, float? softcap=None, str others=''"
-)
-
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Tensor, **constants: Any
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Tensor, number: int, text: str, numbers: list[float]
 ) -> tuple[Tensor, Tensor]:
-    return CALLS[int(call)].forward(q, k, v, sinks, constants)[:2]
+    out, lse, _ = CALLS[int(call)].forward(q, k, v, sinks, GraphLayer(text, tuple(numbers)))
+    return out, lse
 
 
 def _attend_by_heads(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Tensor, **constants: Any
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    return CALLS[int(call)].forward(q, k, v, sinks, constants)
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Tensor, number: int, text: str, numbers: list[float]
+) -> ForwardResults:
+    results: ForwardResults = CALLS[int(call)].forward(q, k, v, sinks, GraphLayer(text, tuple(numbers)))
+    return results
 
 
 def _attend_backward(
-    dout: Tensor, saved: list[Tensor], sinks: Tensor | None, call: Tensor, **constants: Any
+    dout: Tensor, saved: list[Tensor], sinks: Tensor | None, call: Tensor, number: int, text: str, numbers: list[float]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     passes = [Saved(*tensors) for tensors in zip(*[iter(saved)] * 5)]
-    *grads, dsinks = CALLS[int(call)].backward(dout, passes, sinks, constants)
+    *grads, dsinks = CALLS[int(call)].backward(dout, passes, sinks, number, GraphLayer(text, tuple(numbers)))
     dq, dk, dv = (grad.to(dout.dtype) for grad in grads)
     return dq, dk, dv, dout.new_empty(0) if dsinks is None else dsinks
 
 
-def _fake_attend(q: Tensor, k: Tensor, v: Tensor, *others: Any, **constants: Any) -> tuple[Tensor, Tensor]:
+def _fake_attend(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     out = q.new_empty(*q.shape[:3], v.shape[-1])
     return out, q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
 
 
-def _fake_attend_backward(
-    dout: Tensor, saved: list[Tensor], sinks: Tensor | None, *others: Any, **constants: Any
-) -> tuple[Tensor, ...]:
+def _fake_attend_backward(dout: Tensor, saved: list[Tensor], sinks: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
     grads = (x.new_empty(x.shape, dtype=dout.dtype) for x in saved[:3])
     return *grads, dout.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
 
@@ -139,11 +140,10 @@ def check_first_derivative() -> None:
         raise RuntimeError("ring_dilated has no second derivative: leave out create_graph=True, or use 'eager'")
 
 
-def _save_call(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Any, ...]) -> None:
-    (q, k, v, sinks, call), (out, lse, *saved) = inputs, output
-    ctx.constants = keyword_only_inputs
+def _save_call(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    (q, k, v, sinks, call, *ctx.constants), (out, lse, *saved) = inputs, output
     ctx.mark_non_differentiable(lse, *itertools.chain(*saved))
-    ctx.call, in_graph = None, type(call) is not Tensor
+    ctx.call, ctx.by_heads, in_graph = None, bool(saved), type(call) is not Tensor
     if not in_graph:  # The call of this very forward pass, kept alive: a recomputation makes another one.
         ctx.call, ctx.source = call, CALLS[int(call)]
     ctx.save_for_backward(sinks, *(saved[0] if saved else (q, k, v, out, lse)), *[call] * in_graph)
@@ -153,12 +153,13 @@ def _backward(ctx: Any, dout: Tensor, *others: Any) -> tuple[Tensor | None, ...]
     check_first_derivative()
     sinks, *saved = ctx.saved_tensors
     call = saved.pop() if ctx.call is None else ctx.call
-    *grads, dsinks = torch.ops.hf_ring_attention.attend_backward(dout, saved, sinks, call, **ctx.constants)
-    return *grads, None if sinks is None else dsinks, None
+    *grads, dsinks = torch.ops.hf_ring_attention.attend_backward.default(dout, saved, sinks, call, *ctx.constants)
+    numbers: Any = [] if ctx.by_heads else None  # torch asks for the structure of lists if a result is a list
+    return *grads, None if sinks is None else dsinks, None, None, None, numbers
 
 
-_QUERY = f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor call, {_CONSTANTS})"
-_GRADIENTS = f"(Tensor dout, Tensor[] saved, Tensor? sinks, Tensor call, {_CONSTANTS})"
+_QUERY = "(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor call, int number, str text, float[] numbers)"
+_GRADIENTS = "(Tensor dout, Tensor[] saved, Tensor? sinks, Tensor call, int number, str text, float[] numbers)"
 define(f"attend{_QUERY} -> (Tensor, Tensor)", _attend, _fake_attend, _backward, _save_call)
 define(f"attend_by_heads{_QUERY} -> (Tensor, Tensor, Tensor[])", _attend_by_heads, None, _backward, _save_call)
 define(f"attend_backward{_GRADIENTS} -> (Tensor, Tensor, Tensor, Tensor)", _attend_backward, _fake_attend_backward)

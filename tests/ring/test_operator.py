@@ -35,11 +35,13 @@ def test_torch_checks_the_operator(dtype, with_sinks, monkeypatch):
     q, k, v = tensors(dtype=dtype)
     sinks = torch.randn(4, dtype=dtype, requires_grad=True) if with_sinks else None
     call, number = call_of(q, k, v, sinks)
-    torch.library.opcheck(OPERATORS.attend.default, (q, k, v, sinks, number))
+    torch.library.opcheck(OPERATORS.attend.default, (q, k, v, sinks, number, 0, "", []))
     with torch.no_grad():
-        out, lse = OPERATORS.attend(q, k, v, sinks, number)
+        out, lse = OPERATORS.attend(q, k, v, sinks, number, 0, "", [])
         saved = [x.detach() for x in (q, k, v, out, lse)]
-        torch.library.opcheck(OPERATORS.attend_backward.default, (torch.randn_like(out), saved, sinks, number))
+        torch.library.opcheck(
+            OPERATORS.attend_backward.default, (torch.randn_like(out), saved, sinks, number, 0, "", [])
+        )
     assert call.problem.num_heads == 4
 
 
@@ -50,11 +52,10 @@ def _checked_on_a_ring(rank):
     torch.library.opcheck(OPERATORS.side_by_side.default, (local, ring.number, 1))
     torch.library.opcheck(OPERATORS.to_owners.default, (torch.randn(2, 6, 4), ring.number, 1))
     q, k, v = tensors()
-    _, number = call_of(q, k, v, ring=ring)
+    _, number = call_of(q, k, v, ring=ring, with_lse=True)
     torch.library.opcheck(
         OPERATORS.attend_by_heads.default,
-        (q, k, v, None, number),
-        {"with_lse": True},
+        (q, k, v, None, number, 0, "", []),
         test_utils=("test_schema", "test_autograd_registration"),
     )
 
