@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -41,10 +42,10 @@ from .wrappers import MODULES, attached_ring, attachment_of, runner_of
 _PARTS = "parts"
 
 #: Arguments of a call that a graph can hold.
-_ARGUMENTS = {
+_ARGUMENTS = (
     "input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "logits_to_keep", "num_items_in_batch",
     "use_cache", "return_dict",
-}  # fmt: skip
+)  # fmt: skip
 
 
 def fits_a_graph(model: PreTrainedModel, ring: Ring | None) -> bool:
@@ -106,7 +107,7 @@ def _begin(tokens: Tensor, mask: Tensor | None, positions: Tensor | None, model:
             f"without torch.compile"
         )
     now.runner = now.module = None  # Facts that wait for a backward pass keep no model alive.
-    rows = RowsInGraph(now, Tokens(found.documents, layout=now.layout))
+    rows = RowsInGraph(now, replace(found, layout=now.layout))
     _RECENT.append(rows)
     if len(_RECENT) > _PASSES_WITH_PLANS:
         _RECENT.popleft().forget()
@@ -147,25 +148,19 @@ define(
 
 
 def in_graph(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Returns whether a call is traced into a graph that can hold it."""
+    """Returns whether a call that begins is traced into a graph that can hold it."""
     attachment = attachment_of(module)
-    if not torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting() or attachment is None:
+    if attachment is None or not torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
         return False
-    mask, call = kwargs.get("attention_mask"), kwargs.get(CALL)
-    has_cut_labels = attachment.is_decoder or isinstance(call, str)
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     alone = attachment.ring is None or attachment.ring.world_size == 1
-    known = (*_ARGUMENTS, CALL, "shift_labels") if alone or has_cut_labels else (*_ARGUMENTS, CALL)
+    known = (*_ARGUMENTS, "shift_labels") if alone else _ARGUMENTS
     rows = len(args) == 0 or (len(args) == 1 and isinstance(args[0], Tensor))
-    masked = mask is None or (isinstance(mask, Tensor) and (mask.dim() == 2 or names_rows_in_graph(mask)))
-    plain = call is None or isinstance(call, (str, Tensor))
-    ours = attachment.in_graphs and implementation_of(module.config) == IMPLEMENTATION
-    return (
-        ours
-        and rows
-        and masked
-        and plain
-        and all(name in known for name, x in kwargs.items() if x is not None and x is not False)
-    )
+    described = (mask is None or mask.dim() == 2) and (positions is None or positions.dim() == 2)
+    new_cache = not alone and kwargs.get("use_cache") is True  # Every rank would compute whole rows.
+    ours = attachment.in_graphs and not attachment.runs and implementation_of(module.config) == IMPLEMENTATION
+    given = [name for name, x in kwargs.items() if x is not None and x is not False]
+    return ours and rows and described and not new_cache and all(name in known for name in given)
 
 
 def begin_in_graph(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

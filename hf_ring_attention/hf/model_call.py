@@ -29,6 +29,7 @@ from .forward_pass import (
     WholeRows,
     drop_broken_passes,
     forward_pass_of,
+    names_rows_in_graph,
     running,
     running_with,
     set_forward_pass,
@@ -45,7 +46,7 @@ from .rows import (
     warn_of_temperatures,
     whole_positions,
 )
-from .wrappers import attached_ring, runner_of, set_ring
+from .wrappers import attached_ring, attachment_of, runner_of, set_ring
 
 #: Logits of whole rows that are larger than this are warned of, in bytes.
 _LARGE_LOGITS = 1 << 30
@@ -85,9 +86,10 @@ def _correct_modules(base: nn.Module) -> bool:
 
 def before_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Begins the call of a model, and gives its decoder this rank's part of the rows."""
+    # What a graph has begun goes on without one, if it breaks or is compiled no more.
+    if names_rows_in_graph(kwargs.get("attention_mask")) or in_graph(module, args, kwargs):
+        return (), begin_in_graph(module, args, kwargs)
     if torch.compiler.is_dynamo_compiling():
-        if in_graph(module, args, kwargs):
-            return (), begin_in_graph(module, args, kwargs)
         return _before_model_at_a_break(module, args, kwargs)
     return _before_model(module, args, kwargs)
 
@@ -131,10 +133,13 @@ def _of_decoder(now: ForwardPass, rows: WholeRows, kwargs: dict[str, Any]) -> di
 
 def after_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Joins the results of the decoder, and ends the call of a model."""
+    if names_rows_in_graph(kwargs.get("attention_mask")):
+        return end_in_graph(module, kwargs, output)
     if torch.compiler.is_dynamo_compiling():
-        if in_graph(module, args, kwargs):
-            return end_in_graph(module, kwargs, output)
-        return _after_model_at_a_break(module, args, kwargs, output)
+        attachment = attachment_of(module)
+        if attachment is not None and attachment.runs:
+            return _after_model_at_a_break(module, args, kwargs, output)
+        return output
     return _after_model(module, args, kwargs, output)
 
 
@@ -171,8 +176,16 @@ def begin_call(module: PreTrainedModel, runner: PreTrainedModel, kwargs: dict[st
     if not now.whole and now.held is None:
         _decide(now, kwargs)
     now.frame = calling_frame(module)
+    _set_running(now, True)
     set_forward_pass(now)
     return now
+
+
+def _set_running(now: ForwardPass, runs: bool) -> None:
+    for module in (now.runner, now.module):
+        attachment = attachment_of(module)
+        assert attachment is not None
+        attachment.runs = runs
 
 
 def _remember_for_recomputation(model: PreTrainedModel) -> None:
@@ -251,6 +264,7 @@ def _keep_few(now: ForwardPass, rows: WholeRows, kwargs: dict[str, Any]) -> None
 def end_call(now: ForwardPass, kwargs: dict[str, Any], output: Any) -> Any:
     """Ends the call that `begin_call` began, and returns its output as of whole rows; None for no change."""
     set_forward_pass(now.outer)
+    _set_running(now, False)
     now.frame = None
     if now.head is not None:
         now.head.unwatch()

@@ -30,7 +30,7 @@ MODULES: Numbered[nn.Module] = Numbered()
 _NAME = "tp"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Attachment:
     """What `patch_model` gives to a module: the ring that cuts its rows, and its number in graphs of torch.compile.
 
@@ -41,6 +41,7 @@ class Attachment:
     number: str = ""  # dynamo would take a number for a size that may change
     in_graphs: bool = False  # whether a graph can hold calls of its model
     is_decoder: bool = False
+    runs: bool = False  # whether a call of it has begun outside of a graph, so that no part of it may begin in one
     loss_in_parts: bool = False  # whether its loss is one of next tokens, which each rank can compute for its part
 
     def __reduce__(self) -> Any:
@@ -145,7 +146,7 @@ def set_ring(model: PreTrainedModel, ring: Ring | None, in_graphs: bool, loss_in
     of_ring, runner = {model, *decoder_of(model).modules()}, runner_of(model)
     for module in model.modules():
         of_module = ring if module in of_ring else None
-        attachment = Attachment(of_module, str(MODULES.add(module)), in_graphs, module is runner, loss_in_parts)
+        attachment = Attachment(of_module, str(MODULES.add(module)), in_graphs, module is runner, False, loss_in_parts)
         setattr(module, _ATTACHMENT, attachment)
 
 

@@ -120,6 +120,37 @@ def test_over_a_ring():
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def _breaking(rank, limit):
+    """Calls that graphs hold and others in turn, with and without compilations left, against one process."""
+    alone = ra.patch_model(tiny_llama(PATTERN).double())
+    model = ra.patch_model(tiny_llama(PATTERN).double(), ring=ra.Ring())
+    ids = batch(37, "plain")["input_ids"]
+    calls = [
+        {"labels": ids, "shift_labels": torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)},
+        {"labels": ids},
+        {"output_hidden_states": True},
+        {"logits_to_keep": 3},
+        {"use_cache": True},
+        {"labels": ids, "attention_mask": torch.ones_like(ids)},
+    ]
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=limit):
+        call = torch.compile(model, backend="aot_eager")
+        for arguments in (*calls, *calls):
+            found, expected = (x(ids, **{"use_cache": False, **arguments}) for x in (call, alone))
+            if "labels" in arguments:
+                assert abs(found.loss - expected.loss) <= LOSS * expected.loss
+                continue
+            assert distance(found.logits, expected.logits) <= EXACT
+            for mine, whole in zip(found.hidden_states or (), expected.hidden_states or ()):
+                assert distance(mine, whole) <= EXACT
+
+
+@pytest.mark.parametrize("limit", [1, 8])
+def test_graphs_that_break_over_a_ring(limit):
+    run_ranks(_breaking, 2, limit)
+
+
 def test_by_inductor(monkeypatch):
     """Compiled code in float32, against float64; the error of the model without torch.compile bounds it."""
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "g++"))  # tests/conftest.py names none
