@@ -20,6 +20,11 @@ class Joining(NamedTuple):
     pairs: int
     most_rows: int
 
+    @property
+    def by_token(self) -> bool:
+        """Whether the kernel takes tensors [tiles, L, heads, D], as packed tiles need, not [tiles, heads, L, D]."""
+        return self.kind == "packed"
+
 
 #: On a CPU with two cores, a call with next to no work takes 340 microseconds in forward and backward. In this time the CPU
 #: copies 2000 rows of 64 float32 numbers, or computes 40,000 pairs of them in large tiles.
@@ -57,10 +62,11 @@ def joined(
 
 def _kind(batch: TileBatch, joining: Literal["padded", "packed"]) -> tuple[object, ...]:
     """Returns the common values of batches that may share a call; these include the visit, so no two share a query row."""
+    if batch.shape == "full":  # Rows of folds are queries like others, and only keys are padded.
+        return batch.visit, batch.per_query_head, batch.num_queries * batch.fold_size if joining == "padded" else 0
+    # In triangles and bands, padding of queries and of keys depend on each other.
     width = batch.num_keys - batch.num_queries if batch.shape == "band" else 0
-    # In triangles and bands, padding of queries and of keys depend on each other; in rectangles only the keys are padded.
-    queries = batch.num_queries if batch.shape == "full" and joining == "padded" else 0
-    return batch.visit, batch.per_query_head, batch.shape, batch.fold_size, width, queries
+    return batch.visit, batch.per_query_head, batch.shape, batch.fold_size, width
 
 
 def _is_cheaper(
