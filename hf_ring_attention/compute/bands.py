@@ -107,8 +107,7 @@ class _Stretches(NamedTuple):
 
     def query_view(self, x: Tensor) -> Tensor:
         """Returns the rows of x [T, H, Lq, ...] as a view [number, T, H, rows * fold_size, ...]."""
-        first, rows = self.first * self.fold_size, self.rows * self.fold_size
-        return x[:, :, first : first + self.number * rows].unflatten(2, (self.number, rows)).movedim(2, 0)
+        return self._view(x, self.first * self.fold_size, self.rows * self.fold_size, self.rows * self.fold_size)
 
     def keys(self, x: Tensor, part: _Part) -> Tensor:
         """Returns a part's keys of x [T, H, Lk, D] as [number, T * H, length, D]."""
@@ -116,9 +115,12 @@ class _Stretches(NamedTuple):
 
     def key_view(self, x: Tensor, first: int, length: int) -> Tensor:
         """Returns keys of each stretch of x [T, H, Lk, D] as a view [number, T, H, length, D]."""
-        start = self.first + first
-        stop = start + (self.number - 1) * self.rows + length
-        return x[:, :, start:stop].unfold(2, length, self.rows).movedim(-1, 3).movedim(2, 0)
+        return self._view(x, self.first + first, self.rows, length)
+
+    def _view(self, x: Tensor, start: int, distance: int, length: int) -> Tensor:
+        """Returns rows of x [T, H, L, ...] as a view [number, T, H, length, ...], in one operation."""
+        sizes, (tile, head, row, *others) = (self.number, *x.shape[:2], length, *x.shape[3:]), x.stride()
+        return x.as_strided(sizes, (distance * row, tile, head, row, *others), x.storage_offset() + start * row)
 
     def add_keys_(self, x: Tensor, part: _Part, values: Tensor) -> None:
         """Adds [number, T * H, length, D] to a part's keys of x [T, H, Lk, D]."""

@@ -18,7 +18,7 @@ from .bands import folds_are_heads
 from .rows import IndexRows, Lengths, Packed, Rows, ViewRows
 
 #: Numbers of at most so many rows of a call are kept; those of more rows are added up anew in each call.
-FEW_ROWS = 1 << 15
+FEW_ROWS = 1 << 13
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,7 @@ Rows = ViewRows | IndexRows
 def hidden_keys(lengths: Lengths, length: int) -> Tensor:
     """Returns which keys are padding, [tiles, 1, 1, length], by the number of keys of each tile."""
     assert isinstance(lengths, Tensor)
-    return torch.arange(length, device=lengths.device) >= lengths[:, None, None, None]
+    return torch.arange(length, device=lengths.device) >= lengths.view(-1, 1, 1, 1)
 
 
 class Packed(NamedTuple):

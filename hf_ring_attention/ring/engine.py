@@ -127,8 +127,7 @@ def forward_pass(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, executio
             dtype = accumulation_dtype(q.dtype)
             total = q.new_zeros(*q.shape[:3], v.shape[-1], dtype=dtype)
             lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
-            q_rows, k_rows, v_rows, total_rows = map(_rows, (q, k, v, total))
-            lse_rows = lse.flatten()
+            q_rows, k_rows, v_rows, total_rows, lse_rows = (x.flatten(0, 2) for x in (q, k, v, total, lse))
             for step in transport.steps(k_rows, v_rows):
                 _forward_step(step, q_rows, total_rows, lse_rows, kernel, scale)
                 del step  # Drop its payload before the next one arrives: only two buffers exist.
@@ -144,23 +143,18 @@ def backward_pass(dout: Tensor, saved: Saved, sinks: Tensor | None, execution: E
     with without_autocast(dout):
         whole = transport.whole
         if whole is not None:
-            of_tile = Saved._make([*(_turned(whole, x) for x in saved[:4]), saved.lse])
+            of_tile = Saved(*(_turned(whole, x) for x in saved))._replace(lse=saved.lse)
             grads = kernel.backward(_turned(whole, dout), of_tile, KernelCall(whole.shape, scale))
             dq, dk, dv = (_turned(whole, x) for x in grads)
         else:
             dtype = accumulation_dtype(dout.dtype)
             dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in saved[:3])
-            dq_rows, dk_rows, dv_rows, dout_rows, *others = map(_rows, (dq, dk, dv, dout.contiguous(), *saved[:4]))
-            rows = Saved._make([*others, saved.lse.flatten()])
-            for step in transport.steps(rows.k, rows.v, (dk_rows, dv_rows)):
-                _backward_step(step, dout_rows, rows, dq_rows, kernel, scale)
+            dq_rows, dk_rows, dv_rows, *rows = (x.flatten(0, 2) for x in (dq, dk, dv, *saved, dout.contiguous()))
+            of_rank, dout_rows = Saved(*rows[:-1]), rows[-1]
+            for step in transport.steps(of_rank.k, of_rank.v, (dk_rows, dv_rows)):
+                _backward_step(step, dout_rows, of_rank, dq_rows, kernel, scale)
                 del step
         return dq, dk, dv, None if sinks is None else sinks_grad(dout, saved.out, saved.lse, sinks)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """Returns x [B, H, n, D] as its rows, [B * H * n, D]."""
-    return x.flatten(0, 2)
 
 
 def _turned(whole: BoundBatch, x: Tensor) -> Tensor:

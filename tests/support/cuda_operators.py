@@ -166,6 +166,31 @@ def check_efficient(given, dtypes):
     assert list(given["grad_input_mask"]) == [True, True, True, False]
 
 
+class SilentOperators:
+    """Operators of FlashAttention-2 that return zeros, and are one operation each for whoever counts."""
+
+    library = torch.library.Library("silent", "DEF")
+    library.define("forward(Tensor q, Tensor v) -> (Tensor, Tensor)")
+    library.define("backward(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor, Tensor)")
+
+    @staticmethod
+    def _flash_attention_forward(q, k, v, *others, **window):
+        return torch.ops.silent.forward(q, v)
+
+    @staticmethod
+    def _flash_attention_backward(dout, q, k, v, *others, **window):
+        return torch.ops.silent.backward(q, k, v)
+
+
+def silent_forward(q, v):
+    lse = q.new_zeros(q.transpose(-3, -2).shape[:-1], dtype=torch.float32)
+    return q.new_zeros(*q.shape[:-1], v.shape[-1]), lse
+
+
+SilentOperators.library.impl("forward", silent_forward, "CPU")
+SilentOperators.library.impl("backward", lambda *tensors: tuple(map(torch.zeros_like, tensors)), "CPU")
+
+
 class HeadsFirst:
     """A kernel that takes tensors [T, L, H, ...], with tensors [T, H, L, ...] as others take them."""
 
