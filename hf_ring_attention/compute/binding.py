@@ -54,7 +54,7 @@ class Binder:
     def __init__(self, problem: Problem, device: torch.device, joining: Joining | None) -> None:
         self.problem, self.device, self.joining = problem, device, joining
         self.batch, self.group, held = len(problem.documents), problem.group, problem.held
-        self.by_token = joining is not None and joining.by_token
+        self.by_token = joining is not None and joining.kind == "packed"
         #: The number of rows that each head has in this rank's tensors of queries and of keys.
         self.query_rows = problem.layout.local_len if held is None else held.num_queries
         self.key_rows = problem.layout.local_len if held is None else held.num_rows
@@ -92,12 +92,11 @@ class Binder:
 
     def _joined(self, call: list[TileBatch], keys: list[Tensor]) -> BoundBatch:
         """Returns batches of unequal tiles as one call; `keys` are the row numbers of each."""
-        assert self.joining is not None
         shape, fold_size = call[0].shape, self._fold_size(call[0])
         queries = [self._queries(batch).numbers() for batch in call]
         num_queries = [batch.num_queries * self._fold_size(batch) for batch in call for _ in range(batch.num_tiles)]
         num_keys = [batch.num_keys for batch in call for _ in range(batch.num_tiles)]
-        if self.joining.kind == "packed":
+        if self.by_token:
             rows, own_keys = (
                 IndexRows(torch.cat([numbers.flatten(0, 1) for numbers in side]), None, self.by_token)
                 for side in (queries, keys)
@@ -159,21 +158,11 @@ class Binder:
             return None
         query_row, key_row, copies, advance = tiles
         rows = partial(ViewRows, batch=self.batch, copies=copies, advance=advance, by_token=self.by_token)
-        queries = rows(
-            heads=len(heads) * self.group,
-            start=heads.start * self.group * self.query_rows + query_row,
-            length=batch.num_queries,
-            of_head=self.query_rows,
-            of_batch_row=self.problem.num_heads * self.query_rows,
-        )
-        keys = rows(
-            heads=len(heads),
-            start=first_key + key_row,
-            length=batch.num_keys,
-            of_head=keys_of_head,
-            of_batch_row=num_heads * keys_of_head,
-        )
-        return BoundBatch(queries, keys, batch.shape)
+        n, num_queries = self.query_rows, batch.num_queries
+        of_queries = partial(rows, heads=len(heads) * self.group, of_head=n, of_batch_row=self.problem.num_heads * n)
+        queries = of_queries(start=heads.start * self.group * n + query_row, length=num_queries)
+        of_keys = partial(rows, heads=len(heads), of_head=keys_of_head, of_batch_row=num_heads * keys_of_head)
+        return BoundBatch(queries, of_keys(start=first_key + key_row, length=batch.num_keys), batch.shape)
 
     def _first_rows(self, batch: TileBatch, length: int, side: str) -> Tensor:
         """Returns the first row, [tiles, heads of a tile], as its number in a [B, H, length] tensor of queries or keys."""

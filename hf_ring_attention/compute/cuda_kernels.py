@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 class CudaFlash:
-    """torch's FlashAttention-2 for CUDA, for float16 and bfloat16, by token; it knows windows, so it takes bands as they are."""
+    """torch's FlashAttention-2 for CUDA, for float16 and bfloat16; it takes tensors by token, and bands by its windows."""
 
     name = "cuda_flash"
     joining: Joining | None = PACKED

@@ -4,8 +4,8 @@ Every kernel takes q [T, H, Lq, D], k [T, Hkv, Lk, D], v [T, Hkv, Lk, Dv] (query
 h // (H / Hkv)) and a `KernelCall`, which names the shape of the tiles: query i sees all keys ("full"), keys 0 to i
 ("causal", Lq = Lk), or keys i to i + Lk - Lq ("band"). If a band has folds (`plan/tiles.py`), each of these Lq queries stands
 for the `fold_size` rows of a fold, which follow one another in q and see the same keys.
-A kernel that takes tensors by token (`Joining.by_token`) gets and returns all of these with Lq or Lk before H, and no folds.
-Its tiles that share a call have no dimension T, and the lse of `Saved` is [T, H, Lq], or [H, Lq] without T, as for others.
+A kernel that packs tiles (`plan/joins.py`) takes tensors by token, [T, Lq, H, D], and returns such; it sees no folds. Packed
+tiles have no dimension T. Only the lse of `Saved` is [T, H, Lq], or [H, Lq] if packed, as FlashAttention reads it.
 `backward` takes the out and lse of the *whole* softmax: with those, a tile's gradients are its exact share
 (FlashAttention, arXiv 2205.14135, appendix B).
 """

@@ -49,11 +49,11 @@ class ViewRows:
         """Views need no row numbers."""
         return self
 
-    def _window(self, x: Tensor, by_token: bool) -> Tensor:
+    def _window(self, x: Tensor) -> Tensor:
         """Returns the rows as a view [B, copies, heads, L, ...], with one dimension for B and copies if one of them is 1."""
         tiles = [(self.batch, self.of_batch_row), (self.copies, self.advance)]
         rows = [(self.heads, self.of_head), (self.length, 1)]
-        sizes = [*([max(tiles)] if 1 in (self.batch, self.copies) else tiles), *(rows[::-1] if by_token else rows)]
+        sizes = [*([max(tiles)] if 1 in (self.batch, self.copies) else tiles), *(rows[::-1] if self.by_token else rows)]
         width, *others = x.stride()
         return x.as_strided(
             [*(size for size, _ in sizes), *x.shape[1:]],
@@ -64,17 +64,14 @@ class ViewRows:
     def view(self, x: Tensor) -> Tensor | None:
         """Returns the rows of x as `take`, as a view of x; None if no view has each of them once."""
         overlap = self.copies > 1 and self.advance < self.length
-        return None if overlap or 1 not in (self.batch, self.copies) else self._window(x, self.by_token)
+        return None if overlap or 1 not in (self.batch, self.copies) else self._window(x)
 
     def take(self, x: Tensor) -> Tensor:
-        return self._taken(x, self.by_token)
+        window = self._window(x)
+        return window if 1 in (self.batch, self.copies) else window.flatten(0, 1)
 
     def take_lse(self, lse: Tensor) -> Tensor:
-        return self._taken(lse, False)
-
-    def _taken(self, x: Tensor, by_token: bool) -> Tensor:
-        window = self._window(x, by_token)
-        return window if 1 in (self.batch, self.copies) else window.flatten(0, 1)
+        return self.take(lse).mT if self.by_token else self.take(lse)
 
     def add_(self, x: Tensor, values: Tensor) -> None:
         values = values.unflatten(0, (-1, self.copies))
@@ -83,12 +80,12 @@ class ViewRows:
         for turn in range(turns):
             copies = -(-(self.copies - turn) // turns)
             part = replace(self, start=self.start + turn * self.advance, copies=copies, advance=turns * self.advance)
-            window = part._window(x, self.by_token)
+            window = part._window(x)
             window.add_(values[:, turn::turns].reshape(window.shape))
 
     def merge_(self, out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
-        totals = [self._window(x, self.by_token) for x in (out, lse)]
-        merge.merge_(*totals, *(new.reshape(total.shape) for new, total in zip((new_out, new_lse), totals)))
+        out, lse = self._window(out), self._window(lse)
+        merge.merge_(out, lse, new_out.reshape(out.shape), new_lse.reshape(lse.shape))
 
     def split(self, size: int) -> Iterator[Rows]:
         for first in range(0, self.copies, size):
@@ -153,8 +150,8 @@ class IndexRows:
         numbers, new_out, new_lse = map(self._without_padding, (self.first, new_out, new_lse))
         out_rows, lse_rows = torch.embedding(out, numbers), lse.take(numbers)
         merge.merge_(out_rows, lse_rows, new_out, new_lse)
-        out[numbers] = out_rows
-        lse[numbers] = lse_rows
+        out.index_put_((numbers,), out_rows)
+        lse.index_put_((numbers,), lse_rows)
 
     def _without_padding(self, x: Tensor) -> Tensor:
         """Returns the rows of x [tiles, heads, L, ...] that are not padding, [rows, ...]; x itself without padding."""

@@ -9,7 +9,7 @@ from .plans import TileBatch
 
 
 class Joining(NamedTuple):
-    """How a kernel takes tiles of unequal lengths in one call: padded to the longest, or packed one after the other.
+    """How a kernel takes tiles of unequal lengths in one call: padded to the longest, or packed one after the other, by token.
 
     A call costs as much time as copying `rows` query and key rows, in forward and backward, or as computing `pairs`
     query-key pairs. At most `most_rows` rows, with padding, share a call, since they are copied all at once.
@@ -20,18 +20,13 @@ class Joining(NamedTuple):
     pairs: int
     most_rows: int
 
-    @property
-    def by_token(self) -> bool:
-        """Whether the kernel takes tensors [tiles, L, heads, D], as packed tiles need, not [tiles, heads, L, D]."""
-        return self.kind == "packed"
-
 
 #: On a CPU with two cores, a call with next to no work takes 340 microseconds in forward and backward. In this time the CPU
 #: copies 2000 rows of 64 float32 numbers, or computes 40,000 pairs of them in large tiles.
 PADDED = Joining("padded", rows=2000, pairs=40_000, most_rows=1 << 14)
 
-#: Not measured: a call starts some 30 operators, about 200 microseconds, in which a memory of 2 TB/s copies so many rows of
-#: 128 numbers of 16 bits about ten times.
+#: Not measured: a call starts some 35 operators, about 120 microseconds, in which a memory of 2 TB/s copies so many rows of
+#: 128 numbers of 16 bits about six times.
 PACKED = Joining("packed", rows=1 << 17, pairs=1 << 30, most_rows=1 << 19)
 
 

@@ -56,9 +56,8 @@ def _with_payload(
     """Returns the kernel calls of tiles of these heads with a payload's keys; tiles number keys as its source does."""
 
     def view(batch: TileBatch) -> BoundBatch | None:
-        return (
-            None if payload.run is None else binder.view(batch, heads, -payload.run.start, len(payload.run), len(heads))
-        )
+        run = payload.run
+        return None if run is None else binder.view(batch, heads, -run.start, len(run), len(heads))
 
     return binder.calls(batches, view, binder.key_rows, payload.places)
 
