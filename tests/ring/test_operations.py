@@ -1,7 +1,6 @@
 """The operations of a call on the way of CUDA's FlashAttention-2: the host starts each of them, so their number is its time."""
 
 import operations
-import pytest
 from timing import Shape
 
 from tests.operations import count_for_cuda
