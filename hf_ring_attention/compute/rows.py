@@ -136,7 +136,7 @@ class IndexRows:
 
     def take_lse(self, lse: Tensor) -> Tensor:
         """Returns the rows of lse as `take`; the lse of padding is +inf, which makes its gradients 0."""
-        rows = lse.take(self._of_lse)
+        rows = lse[self._of_lse]
         if self.kept is None:
             return rows
         tiles, _, length = rows.shape
@@ -148,7 +148,7 @@ class IndexRows:
 
     def merge_(self, out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
         numbers, new_out, new_lse = map(self._without_padding, (self.first, new_out, new_lse))
-        out_rows, lse_rows = torch.embedding(out, numbers), lse.take(numbers)
+        out_rows, lse_rows = torch.embedding(out, numbers), lse[numbers]
         merge.merge_(out_rows, lse_rows, new_out, new_lse)
         out.index_put_((numbers,), out_rows)
         lse.index_put_((numbers,), lse_rows)

@@ -1,9 +1,16 @@
 """The operations of a call on the way of CUDA's FlashAttention-2: the host starts each of them, so their number is its time."""
 
 import operations
+import pytest
+import torch
 from timing import Shape
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hf_ring_attention.compute import cuda_kernels
+from hf_ring_attention.ring.attention import Options, checked_call
+from hf_ring_attention.ring.engine import backward_pass, forward_pass
 from tests.operations import count_for_cuda
+from tests.support.cuda_operators import CheckedOperators, WithoutDeviceGuard
 
 #: Forward and backward of a pyramid over 4096 tokens of 8 heads, with a tenth more than they are; on the busiest of 8 ranks,
 #: too. An earlier version had 474 + 788, 1922 + 3458 and 972 + 1645.
@@ -23,3 +30,20 @@ def test_views_count():
     """Two transposes and two products; in backward four products, and two transposes."""
     counts = operations.count(Shape(2, 2, 8), 16, lambda q, k, v: q.transpose(1, 2).transpose(1, 2) * k * v)
     assert counts == (4, 6)
+
+
+@pytest.mark.parametrize("pattern", ["exact", "window:512+4", "pyramid:64,3"])
+def test_operations_take_tensors_of_a_gpu(pattern, monkeypatch):
+    """All operations of a call find their tensors on one device, in dtypes that they take; nothing is computed."""
+    count_for_cuda(monkeypatch)
+    checked = CheckedOperators(dtypes=(torch.bfloat16,))
+    monkeypatch.setattr(cuda_kernels, "aten", checked)
+    with FakeTensorMode(), WithoutDeviceGuard(), torch.no_grad():
+        q, k, v = (torch.empty(2, 2048, n, 64, dtype=torch.bfloat16, device="cuda").transpose(1, 2) for n in (8, 2, 2))
+        execution = checked_call(q, k, v, None, Options(pattern)).execution
+        saved = forward_pass(q, k, v, None, execution)
+        *grads, _ = backward_pass(torch.empty_like(saved.out), saved, None, execution)
+    assert [x.shape for x in (saved.out, *grads)] == [q.shape, q.shape, k.shape, v.shape]
+    assert {x.device.type for x in (*saved, *grads)} == {"cuda"}
+    assert (saved.lse.shape, saved.lse.dtype) == (q.shape[:3], torch.float32)
+    assert len(checked.calls) >= 2

@@ -28,7 +28,9 @@ class WithoutDeviceGuard(TorchFunctionMode):
 
 
 def part_of(x, index):
-    """x[index], for integers, slices, None and an ellipsis."""
+    """x[index], for integers, slices, None and an ellipsis, or for a tensor."""
+    if isinstance(index, torch.Tensor):
+        return torch.ops.aten.index(x, [index])
     index = index if isinstance(index, tuple) else (index,)
     if Ellipsis in index:
         here = index.index(Ellipsis)
