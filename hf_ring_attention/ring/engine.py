@@ -123,7 +123,6 @@ def forward_pass(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, executio
             of_tile = _turned(whole, q), _turned(whole, k), _turned(whole, v)
             out, lse = (_turned(whole, x) for x in kernel.forward(*of_tile, KernelCall(whole.shape, scale)))
         else:
-            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
             dtype = accumulation_dtype(q.dtype)
             total = q.new_zeros(*q.shape[:3], v.shape[-1], dtype=dtype)
             lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
@@ -148,8 +147,8 @@ def backward_pass(dout: Tensor, saved: Saved, sinks: Tensor | None, execution: E
             dq, dk, dv = (_turned(whole, x) for x in grads)
         else:
             dtype = accumulation_dtype(dout.dtype)
-            dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in saved[:3])
-            dq_rows, dk_rows, dv_rows, *rows = (x.flatten(0, 2) for x in (dq, dk, dv, *saved, dout.contiguous()))
+            dq, dk, dv = (dout.new_zeros(x.shape, dtype=dtype) for x in saved[:3])
+            dq_rows, dk_rows, dv_rows, *rows = (x.flatten(0, 2) for x in (dq, dk, dv, *saved, dout))
             of_rank, dout_rows = Saved(*rows[:-1]), rows[-1]
             for step in transport.steps(of_rank.k, of_rank.v, (dk_rows, dv_rows)):
                 _backward_step(step, dout_rows, of_rank, dq_rows, kernel, scale)
