@@ -23,7 +23,8 @@ import hf_ring_attention as ra
 PATTERNS = ["exact", "window:512+4", "pyramid:512,3", "longnet:2048/1,8192/4,32768/16"]
 #: A call with so few tokens that its operations end as soon as they start, and its pattern.
 SMALL = 128, "pyramid:4,3"
-KEYS = {"cpu": torch._C.DispatchKey.CPU, "cuda": torch._C.DispatchKey.CUDA}
+#: The keys by which torch finds an operator's implementation on a device.
+KEYS = {name.lower(): torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)) for name in ("CPU", "CUDA")}
 
 
 class Operations(TorchDispatchMode):
@@ -36,7 +37,7 @@ class Operations(TorchDispatchMode):
         if func.namespace != "hf_ring_attention":
             return func(*args, **(kwargs or {}))
         with self:  # An operator of ours, whose operations inside are counted too.
-            return func._op_dk(KEYS[args[0].device.type], *args, **(kwargs or {}))
+            return func.redispatch(KEYS[args[0].device.type], *args, **(kwargs or {}))
 
 
 def count(shape: Shape, tokens: int, attend: Callable[..., Any]) -> tuple[int, int]:
