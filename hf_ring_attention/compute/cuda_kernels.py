@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -49,10 +51,9 @@ def _aligned(x: Tensor, width: int) -> Tensor:
     CUDA's attention kernels read 16 bytes at once: some of them check the alignment, and others fail in the middle of a run.
     """
     x = widened(x, _round_up(width, 8))
-    block = 16 // x.element_size()
-    if x.stride(-1) == 1 and not any(start % block for start in (x.storage_offset(), *x.stride()[:-1])):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    *strides, last = x.stride()
+    starts = reduce(or_, strides, x.storage_offset())  # a multiple of a power of 2 if all are
+    return x if last == 1 and starts % (16 // x.element_size()) == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _sequences_and_window(q: Tensor, k: Tensor, call: KernelCall) -> tuple[Any, dict[str, int]]:

@@ -49,17 +49,21 @@ class ViewRows:
         """Views need no row numbers."""
         return self
 
-    def _window(self, x: Tensor) -> Tensor:
-        """Returns the rows as a view [B, copies, heads, L, ...], with one dimension for B and copies if one of them is 1."""
+    @cached_property
+    def _dimensions(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The sizes of `_window` and the distances in rows; B and copies share a dimension if one of them is 1."""
         tiles = [(self.batch, self.of_batch_row), (self.copies, self.advance)]
         rows = [(self.heads, self.of_head), (self.length, 1)]
-        sizes = [*([max(tiles)] if 1 in (self.batch, self.copies) else tiles), *(rows[::-1] if self.by_token else rows)]
-        width, *others = x.stride()
-        return x.as_strided(
-            [*(size for size, _ in sizes), *x.shape[1:]],
-            [*(distance * width for _, distance in sizes), *others],
-            x.storage_offset() + self.start * width,
+        sizes, distances = zip(
+            *([max(tiles)] if 1 in (self.batch, self.copies) else tiles), *(rows[::-1] if self.by_token else rows)
         )
+        return sizes, distances
+
+    def _window(self, x: Tensor) -> Tensor:
+        """Returns the rows as a view [B, copies, heads, L, ...]."""
+        (sizes, distances), (width, *others) = self._dimensions, x.stride()
+        strides = [distance * width for distance in distances]
+        return x.as_strided((*sizes, *x.shape[1:]), (*strides, *others), x.storage_offset() + self.start * width)
 
     def view(self, x: Tensor) -> Tensor | None:
         """Returns the rows of x as `take`, as a view of x; None if no view has each of them once."""
@@ -108,7 +112,7 @@ class IndexRows:
     def units(self) -> int:
         return self.first.shape[0]
 
-    @property
+    @cached_property
     def rows_per_unit(self) -> int:
         return self.first.numel() * (1 if self.offsets is None else self.offsets.numel()) // self.units
 
