@@ -148,7 +148,7 @@ def backward_pass(dout: Tensor, saved: Saved, sinks: Tensor | None, execution: E
         else:
             dtype = accumulation_dtype(dout.dtype)
             dq, dk, dv = (dout.new_zeros(x.shape, dtype=dtype) for x in saved[:3])
-            dq_rows, dk_rows, dv_rows, *rows = (x.flatten(0, 2) for x in (dq, dk, dv, *saved, dout))
+            dq_rows, dk_rows, dv_rows, *rows = (x.flatten(0, 2) for x in (dq, dk, dv, *saved, dout.contiguous()))
             of_rank, dout_rows = Saved(*rows[:-1]), rows[-1]
             for step in transport.steps(of_rank.k, of_rank.v, (dk_rows, dv_rows)):
                 _backward_step(step, dout_rows, of_rank, dq_rows, kernel, scale)
