@@ -73,9 +73,9 @@ audit: $(READY_TO_TEST)
 	$(VENV_AUDIT)/bin/pip-audit --strict --no-deps --disable-pip --requirement $(VENV_AUDIT)/installed.txt
 
 # The programs of recipes/bench at small sizes; each has its own options for larger ones.
-BENCH ?= speed ideal memory peers systems
+BENCH ?= speed operations ideal memory peers systems
 bench: $(READY)
-	@echo "== measuring $(BENCH): about 7 minutes on two idle cores for all five"
+	@echo "== measuring $(BENCH): about 7 minutes on two idle cores for all six"
 	@for program in $(BENCH); do echo "== recipes/bench/$$program.py"; $(BIN)/python recipes/bench/$$program.py || exit 1; done
 
 # Runs a tiny model of every causal type of Transformers; writes models.json and MODELS.md in hf_ring_attention/hf.

@@ -19,7 +19,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .kernel import Gradients, KernelCall, Results, Saved, added, folded, merged, unfolded
+from ..plan.plans import TileBatch
+from .kernel import Gradients, KernelCall, Results, Saved, added, merged
 from .merge import accumulation_dtype, merge_
 from .rows import Lengths, hidden_keys
 
@@ -49,19 +50,12 @@ class MaskedKernel(ABC):
     """A kernel that knows rectangles, lower triangles and masks, and so takes bands as stretches."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, totals: Results | None = None) -> Results:
-        if _folds_are_heads(q, k, call):
-            out, lse = self.forward(unfolded(q, call.fold_size), k, v, call._replace(fold_size=1))
-            return merged((folded(out, call.fold_size), folded(lse, call.fold_size)), totals)
         if call.shape == "band":
             return _band_forward(self, q, k, v, call, totals)
         masked = Masked(call.shape == "causal", call.scale, _mask_of_keys(call.lengths, k))
         return merged(self.forward_masked(q, k, v, masked), totals)
 
     def backward(self, dout: Tensor, saved: Saved, call: KernelCall, sums: Gradients | None = None) -> Gradients:
-        if _folds_are_heads(saved.q, saved.k, call):
-            of_heads = unfolded_queries(dout, saved, call.fold_size)
-            dq, dk, dv = self.backward(*of_heads, call._replace(fold_size=1))
-            return added((folded(dq, call.fold_size), dk, dv), sums)
         if call.shape == "band":
             return _band_backward(self, dout, saved, call, sums)
         masked = Masked(call.shape == "causal", call.scale, _mask_of_keys(call.lengths, saved.k))
@@ -113,8 +107,7 @@ class _Stretches(NamedTuple):
 
     def query_view(self, x: Tensor) -> Tensor:
         """Returns the rows of x [T, H, Lq, ...] as a view [number, T, H, rows * fold_size, ...]."""
-        first, rows = self.first * self.fold_size, self.rows * self.fold_size
-        return x[:, :, first : first + self.number * rows].unflatten(2, (self.number, rows)).movedim(2, 0)
+        return self._view(x, self.first * self.fold_size, self.rows * self.fold_size, self.rows * self.fold_size)
 
     def keys(self, x: Tensor, part: _Part) -> Tensor:
         """Returns a part's keys of x [T, H, Lk, D] as [number, T * H, length, D]."""
@@ -122,9 +115,12 @@ class _Stretches(NamedTuple):
 
     def key_view(self, x: Tensor, first: int, length: int) -> Tensor:
         """Returns keys of each stretch of x [T, H, Lk, D] as a view [number, T, H, length, D]."""
-        start = self.first + first
-        stop = start + (self.number - 1) * self.rows + length
-        return x[:, :, start:stop].unfold(2, length, self.rows).movedim(-1, 3).movedim(2, 0)
+        return self._view(x, self.first + first, self.rows, length)
+
+    def _view(self, x: Tensor, start: int, distance: int, length: int) -> Tensor:
+        """Returns rows of x [T, H, L, ...] as a view [number, T, H, length, ...], in one operation."""
+        sizes, (tile, head, row, *others) = (self.number, *x.shape[:2], length, *x.shape[3:]), x.stride()
+        return x.as_strided(sizes, (distance * row, tile, head, row, *others), x.storage_offset() + start * row)
 
     def add_keys_(self, x: Tensor, part: _Part, values: Tensor) -> None:
         """Adds [number, T * H, length, D] to a part's keys of x [T, H, Lk, D]."""
@@ -174,12 +170,10 @@ def _parts_of_keys(rows: int, width: int, fold_size: int, q: Tensor) -> tuple[li
     return [_Part(0, rows + width - 1, "masked")], mask
 
 
-def _folds_are_heads(q: Tensor, k: Tensor, call: KernelCall) -> bool:
-    """Returns whether rows of folds become heads of their own: in triangles, and in bands with cut keys or a large mask."""
-    if call.fold_size == 1 or call.shape == "full":
-        return False
-    width = k.shape[2] - q.shape[2] // call.fold_size + 1
-    return call.shape == "causal" or width >= CUT_FROM or FEWEST_ROWS * call.fold_size * width > LARGEST_MASK
+def folds_are_heads(batch: TileBatch) -> bool:
+    """Returns whether rows of folds are heads of their own: in triangles, and in bands with cut keys or a large mask."""
+    width = batch.num_keys - batch.num_queries + 1
+    return batch.shape == "causal" or width >= CUT_FROM or FEWEST_ROWS * batch.fold_size * width > LARGEST_MASK
 
 
 def _band_forward(
@@ -234,9 +228,3 @@ def _band_backward(
             rows_of_dq, total = stretches.query_view(dq), total.unflatten(1, q.shape[:2])
             rows_of_dq.copy_(total) if sums is None else rows_of_dq.add_(total)
     return (dq, dk.to(k.dtype), dv.to(v.dtype)) if sums is None else sums
-
-
-def unfolded_queries(dout: Tensor, saved: Saved, fold_size: int) -> tuple[Tensor, Saved]:
-    """Returns dout and the saved tensors with the rows of queries as rows of more heads (`unfolded`)."""
-    dout, q, out, lse = (unfolded(x, fold_size) for x in (dout, saved.q, saved.out, saved.lse))
-    return dout, saved._replace(q=q, out=out, lse=lse)

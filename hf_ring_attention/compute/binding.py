@@ -14,12 +14,16 @@ from ..plan.joins import Joining, joined
 from ..plan.plans import TileBatch, remote_tiles, tiles_from
 from ..plan.problem import Problem
 from ..plan.tiles import Shape
-from .rows import IndexRows, Lengths, Packed, Rows, ViewRows, explicit_rows
+from .bands import folds_are_heads
+from .rows import IndexRows, Lengths, Packed, Rows, ViewRows
+
+#: Numbers of at most so many rows of a call are kept; those of more rows are added up anew in each call.
+FEW_ROWS = 1 << 13
 
 
 @dataclass(frozen=True)
 class BoundBatch:
-    """The rows of one kernel call, its shape and folds (`plan/tiles.py`), and lengths of tiles that differ if it needs them."""
+    """The rows of one kernel call, its shape, the folds of a band (`plan/tiles.py`), and lengths of tiles that differ."""
 
     queries: Rows
     keys: Rows
@@ -30,9 +34,8 @@ class BoundBatch:
     def parts(self, max_rows: int) -> list[BoundBatch]:
         """Returns the batch in parts of about `max_rows` query and key rows, so that one call holds little memory."""
         size = max(1, max_rows // (self.queries.rows_per_unit + self.keys.rows_per_unit))
-        if size >= self.queries.units:
+        if size >= self.queries.units or self.lengths is not None:  # Joined tiles have few rows (`Joining.most_rows`).
             return [self]
-        assert self.lengths is None, "tiles that share a call have few rows (`Joining.most_rows`)"
         parts = zip(self.queries.split(size), self.keys.split(size))
         return [BoundBatch(queries, keys, self.shape, self.fold_size) for queries, keys in parts]
 
@@ -51,6 +54,7 @@ class Binder:
     def __init__(self, problem: Problem, device: torch.device, joining: Joining | None) -> None:
         self.problem, self.device, self.joining = problem, device, joining
         self.batch, self.group, held = len(problem.documents), problem.group, problem.held
+        self.by_token = joining is not None and joining.kind == "packed"
         #: The number of rows that each head has in this rank's tensors of queries and of keys.
         self.query_rows = problem.layout.local_len if held is None else held.num_queries
         self.key_rows = problem.layout.local_len if held is None else held.num_rows
@@ -59,55 +63,58 @@ class Binder:
         self,
         batches: Sequence[TileBatch],
         view: Callable[[TileBatch], BoundBatch | None],
-        keys: Callable[[TileBatch], IndexRows],
+        key_rows: int,
+        places: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[BoundBatch, ...]:
-        """Returns the kernel calls of these tiles; `view` returns the rows of a batch as views or None, `keys` its key rows."""
+        """Returns the kernel calls of these tiles; `view` returns the rows of a batch as views or None.
+
+        Tiles number keys as in a [B, Hkv, key_rows] tensor; `places` takes these numbers to those of the rows that are here.
+        """
+
+        def keys(batch: TileBatch) -> IndexRows:
+            rows = self._rows(self._first_rows(batch, key_rows, "keys"), batch.num_keys, batch.key_stride)
+            return rows if places is None else IndexRows(places(rows.numbers()), None, self.by_token)
+
         calls = []
         for call in joined(batches, self.group, self.joining, lambda batch: view(batch) is not None):
             if len(call) > 1:
                 calls.append(self._joined(call, [keys(batch).numbers() for batch in call]))
                 continue
             [batch] = call
-            calls.append(view(batch) or BoundBatch(self._queries(batch), keys(batch), batch.shape, batch.fold_size))
+            bound = view(batch)
+            calls.append(bound or BoundBatch(self._queries(batch), keys(batch), batch.shape, self._fold_size(batch)))
         return tuple(calls)
 
     def own(self, batches: Sequence[TileBatch], heads: range) -> tuple[BoundBatch, ...]:
         """Returns the kernel calls of tiles of these heads with keys of this rank."""
-
-        def keys(batch: TileBatch) -> IndexRows:
-            rows = IndexRows(batch.num_keys, self._first_rows(batch, self.key_rows, "keys"), batch.key_stride)
-            return rows if self.problem.held is None else explicit_rows(rows.numbers())
-
-        return self.calls(batches, lambda batch: self.view(batch, heads, heads.start, 0), keys)
+        place = heads.start * self.key_rows, self.key_rows, self.problem.num_kv_heads
+        return self.calls(batches, lambda batch: self.view(batch, heads, *place), self.key_rows)
 
     def _joined(self, call: list[TileBatch], keys: list[Tensor]) -> BoundBatch:
-        """Returns batches of unequal tiles as one call; `keys` are the row numbers of each, [tiles, 1, L]."""
-        assert self.joining is not None
-        shape, fold_size = call[0].shape, call[0].fold_size
+        """Returns batches of unequal tiles as one call; `keys` are the row numbers of each."""
+        shape, fold_size = call[0].shape, self._fold_size(call[0])
         queries = [self._queries(batch).numbers() for batch in call]
-        num_queries, num_keys = (
-            [getattr(batch, side) for batch in call for _ in range(batch.num_tiles)]
-            for side in ("num_queries", "num_keys")
-        )
-        if self.joining.kind == "packed":
-            # The rows of a fold are heads of their own, which share the keys as grouped heads do.
-            rows = torch.cat([_by_head(x.unflatten(2, (-1, fold_size)).movedim(3, 2)) for x in queries], -1)
-            own_keys = torch.cat([_by_head(x.unsqueeze(2)) for x in keys], -1)
+        num_queries = [batch.num_queries * self._fold_size(batch) for batch in call for _ in range(batch.num_tiles)]
+        num_keys = [batch.num_keys for batch in call for _ in range(batch.num_tiles)]
+        if self.by_token:
+            rows, own_keys = (
+                IndexRows(torch.cat([numbers.flatten(0, 1) for numbers in side]), None, self.by_token)
+                for side in (queries, keys)
+            )
             query_ends, key_ends = (
                 torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=self.device)
                 for lengths in (num_queries, num_keys)
             )
             lengths = Packed(query_ends, key_ends, max(num_queries), max(num_keys))
-            return BoundBatch(explicit_rows(rows[None]), explicit_rows(own_keys[None]), shape, lengths=lengths)
-        padded_keys = explicit_rows(torch.cat([_padded(x, max(num_keys)) for x in keys]))
+            return BoundBatch(rows, own_keys, shape, lengths=lengths)
+        padded_keys = IndexRows(torch.cat([_padded(x, max(num_keys)) for x in keys]))
         if shape == "full":
             key_lengths = torch.tensor(num_keys, device=self.device)
-            return BoundBatch(explicit_rows(torch.cat(queries)), padded_keys, shape, fold_size, key_lengths)
-        longest = max(num_queries) * fold_size
-        rows = torch.cat([_padded(x, longest) for x in queries])
-        lengths_of_tiles = torch.tensor(num_queries)[:, None] * fold_size
-        kept = torch.nonzero((torch.arange(longest) < lengths_of_tiles).flatten()).flatten().to(self.device)
-        return BoundBatch(IndexRows(longest, rows=rows, kept=kept), padded_keys, shape, fold_size)
+            return BoundBatch(IndexRows(torch.cat(queries)), padded_keys, shape, lengths=key_lengths)
+        longest = max(num_queries)
+        padded = torch.cat([_padded(x, longest) for x in queries])
+        kept = torch.nonzero((torch.arange(longest) < torch.tensor(num_queries)[:, None]).flatten()).flatten()
+        return BoundBatch(IndexRows(padded, kept=kept.to(self.device)), padded_keys, shape, fold_size)
 
     def whole(self, batches: tuple[BoundBatch, ...]) -> BoundBatch | None:
         """Returns the tile, of views, that is all queries with all keys; None without such a tile."""
@@ -118,26 +125,44 @@ class Binder:
         everything = per_key_head * self.group * self.query_rows, per_key_head * self.key_rows
         return batches[0] if rows == everything else None
 
-    def _queries(self, batch: TileBatch) -> IndexRows:
-        first = self._first_rows(batch, self.query_rows, "queries")
-        rows = IndexRows(batch.num_queries * batch.fold_size, first, batch.query_stride, batch.fold_size)
-        # With held keys, queries are few: all their numbers are kept, once for all layers.
-        return rows if self.problem.held is None else explicit_rows(rows.numbers())
+    def _fold_size(self, batch: TileBatch) -> int:
+        """Returns the rows of a fold that follow each other in a call, or 1 if they are heads, which share their keys."""
+        are_heads = batch.shape != "full" and (self.by_token or folds_are_heads(batch))
+        return 1 if are_heads else batch.fold_size
 
-    def view(self, batch: TileBatch, heads: range, first_key_head: int, first_key: int) -> BoundBatch | None:
+    def _queries(self, batch: TileBatch) -> IndexRows:
+        first, fold_size = self._first_rows(batch, self.query_rows, "queries"), self._fold_size(batch)
+        if fold_size < batch.fold_size:
+            first = (first.unsqueeze(-1) + torch.arange(batch.fold_size, device=self.device)).flatten(1)
+        return self._rows(first, batch.num_queries, batch.query_stride, fold_size)
+
+    def _rows(self, first: Tensor, count: int, stride: int, fold_size: int = 1) -> IndexRows:
+        """Returns `count` folds of rows, `stride` rows apart, of tiles whose first rows are [tiles, heads]."""
+        number = torch.arange(count * fold_size, device=self.device)
+        offsets = number // fold_size * stride + number % fold_size
+        first, offsets = (first[:, None], offsets[:, None]) if self.by_token else (first[..., None], offsets)
+        rows = IndexRows(first, offsets, self.by_token)
+        # With held keys, queries are few.
+        few = self.problem.held is not None or first.numel() * offsets.numel() <= FEW_ROWS
+        return rows.numbered() if few else rows
+
+    def view(
+        self, batch: TileBatch, heads: range, first_key: int, keys_of_head: int, num_heads: int
+    ) -> BoundBatch | None:
         """Returns rows as views if the tiles take all batch rows and these heads at equal distances; else None.
 
-        The keys are heads from `first_key_head` on of a tensor whose rows begin with row `first_key`.
+        The keys are in a tensor [B, num_heads, keys_of_head], whose row `first_key` is row 0 of the first of these heads.
         """
         tiles = batch.as_one(self.batch, heads)
         if tiles is None:
             return None
         query_row, key_row, copies, advance = tiles
-        rows = partial(ViewRows, batch=self.batch, copies=copies, advance=advance)
-        first_head, num_heads = heads.start * self.group, len(heads) * self.group
-        queries = rows(heads=num_heads, first_head=first_head, start=query_row, length=batch.num_queries)
-        keys = rows(heads=len(heads), first_head=first_key_head, start=key_row - first_key, length=batch.num_keys)
-        return BoundBatch(queries, keys, batch.shape)
+        rows = partial(ViewRows, batch=self.batch, copies=copies, advance=advance, by_token=self.by_token)
+        n, num_queries = self.query_rows, batch.num_queries
+        of_queries = partial(rows, heads=len(heads) * self.group, of_head=n, of_batch_row=self.problem.num_heads * n)
+        queries = of_queries(start=heads.start * self.group * n + query_row, length=num_queries)
+        of_keys = partial(rows, heads=len(heads), of_head=keys_of_head, of_batch_row=num_heads * keys_of_head)
+        return BoundBatch(queries, of_keys(start=first_key + key_row, length=batch.num_keys), batch.shape)
 
     def _first_rows(self, batch: TileBatch, length: int, side: str) -> Tensor:
         """Returns the first row, [tiles, heads of a tile], as its number in a [B, H, length] tensor of queries or keys."""
@@ -155,16 +180,6 @@ class Binder:
         # One list is made faster than a small tensor for each item.
         rows = torch.tensor(first).unsqueeze(1) + torch.arange(of_tile) * length
         return rows.to(self.device)
-
-    def key_numbers(self, batch: TileBatch, length: int) -> Tensor:
-        """Returns the key rows, [tiles, 1, L], as their numbers in a [B, Hkv, length] tensor."""
-        first = self._first_rows(batch, length, "keys")
-        return first.unsqueeze(-1) + torch.arange(batch.num_keys, device=self.device) * batch.key_stride
-
-
-def _by_head(rows: Tensor) -> Tensor:
-    """Returns row numbers of equal tiles, [tiles, heads, folds, L], as [heads * folds, tiles * L]."""
-    return rows.movedim(0, 2).flatten(2, 3).flatten(0, 1)
 
 
 def _padded(rows: Tensor, length: int) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -9,40 +11,38 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..plan.joins import PACKED, Joining
-from .bands import Masked, MaskedKernel, unfolded_queries
-from .kernel import Gradients, KernelCall, Results, Saved, added, folded, merged, unfolded, widened
+from .bands import Masked, MaskedKernel
+from .kernel import Gradients, KernelCall, Results, Saved, added, merged, narrowed, widened
 
 aten = torch.ops.aten
 
 
 class CudaFlash:
-    """torch's FlashAttention-2 for CUDA, for float16 and bfloat16; it knows windows, and so takes bands as they are."""
+    """torch's FlashAttention-2 for CUDA, for float16 and bfloat16; it takes tensors by token, and bands by its windows."""
 
     name = "cuda_flash"
     joining: Joining | None = PACKED
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, totals: Results | None = None) -> Results:
         value_dim, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
-        q, k, v = (_by_token(x, width, call) for x in (unfolded(q, call.fold_size), k, v))
+        q, k, v = (_aligned(x, width) for x in (q, k, v))
         sequences, window = _sequences_and_window(q, k, call)
         out, lse, *_ = aten._flash_attention_forward(
             q, k, v, *sequences, 0.0, call.shape == "causal", False, scale=call.scale, **window
         )
-        out, lse = (out.transpose(1, 2), lse) if call.lengths is None else (out.transpose(0, 1)[None], lse[None])
-        return merged((folded(out[..., :value_dim], call.fold_size), folded(lse, call.fold_size)), totals)
+        return merged((narrowed(out, value_dim), lse.mT), totals)
 
     def backward(self, dout: Tensor, saved: Saved, call: KernelCall, sums: Gradients | None = None) -> Gradients:
-        dout, (q, k, v, out, lse) = unfolded_queries(dout, saved, call.fold_size)
-        head_dim, value_dim, packed = q.shape[-1], v.shape[-1], call.lengths is not None
-        dout, q, k, v, out = (_by_token(x, max(head_dim, value_dim), call) for x in (dout, q, k, v, out))
+        q, k, v, out, lse = saved
+        head_dim, value_dim = q.shape[-1], v.shape[-1]
+        dout, q, k, v, out = (_aligned(x, max(head_dim, value_dim)) for x in (dout, q, k, v, out))
         unused = q.new_empty((), dtype=torch.int64)  # the random state of dropout, which is off
         sequences, window = _sequences_and_window(q, k, call)
-        lse = (lse[0] if packed else lse).contiguous()
-        grads = aten._flash_attention_backward(
-            dout, q, k, v, out, lse, *sequences, 0.0, call.shape == "causal", unused, unused, scale=call.scale, **window
-        )
-        dq, dk, dv = (x.transpose(0, 1)[None] if packed else x.transpose(1, 2) for x in grads)
-        return added((folded(dq[..., :head_dim], call.fold_size), dk[..., :head_dim], dv[..., :value_dim]), sums)
+        dq, dk, dv = aten._flash_attention_backward(
+            dout, q, k, v, out, lse.contiguous(), *sequences, 0.0, call.shape == "causal", unused, unused,
+            scale=call.scale, **window,
+        )  # fmt: skip
+        return added((narrowed(dq, head_dim), narrowed(dk, head_dim), narrowed(dv, value_dim)), sums)
 
 
 def _aligned(x: Tensor, width: int) -> Tensor:
@@ -51,16 +51,9 @@ def _aligned(x: Tensor, width: int) -> Tensor:
     CUDA's attention kernels read 16 bytes at once: some of them check the alignment, and others fail in the middle of a run.
     """
     x = widened(x, _round_up(width, 8))
-    block = 16 // x.element_size()
-    if x.stride(-1) == 1 and not any(start % block for start in (x.storage_offset(), *x.stride()[:-1])):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def _by_token(x: Tensor, width: int, call: KernelCall) -> Tensor:
-    """Returns [T, L, H, width] of x [T, H, L, D], or [L, H, width] of tiles that are packed, as FlashAttention takes them."""
-    x = _aligned(x, width).transpose(1, 2)
-    return x if call.lengths is None else x[0]
+    *strides, last = x.stride()
+    starts = reduce(or_, strides, x.storage_offset())  # a multiple of a power of 2 if all are
+    return x if last == 1 and starts % (16 // x.element_size()) == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _sequences_and_window(q: Tensor, k: Tensor, call: KernelCall) -> tuple[Any, dict[str, int]]:
@@ -105,7 +98,7 @@ class CudaEfficient(MaskedKernel):
             operator(member, k, v, bias, True, 0.0, call.causal, scale=call.scale)[:2] for member in _members(q, group)
         ]
         out, lse = (torch.stack(part, 2).flatten(1, 2) for part in zip(*parts))
-        return out[..., :value_dim], lse[..., : q.shape[2]]
+        return narrowed(out, value_dim), lse[..., : q.shape[2]]
 
     def backward_masked(self, dout: Tensor, saved: Saved, call: Masked) -> Gradients:
         q, k, v, out, lse = saved
@@ -124,7 +117,7 @@ class CudaEfficient(MaskedKernel):
         ]  # fmt: skip
         dqs, dks, dvs = zip(*parts)
         dq, dk, dv = torch.stack(dqs, 2).flatten(1, 2), sum(dks[1:], dks[0]), sum(dvs[1:], dvs[0])
-        return dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]
+        return narrowed(dq, head_dim), narrowed(dk, head_dim), narrowed(dv, value_dim)
 
 
 def _round_up(n: int, multiple: int) -> int:

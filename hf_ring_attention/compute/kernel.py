@@ -2,8 +2,10 @@
 
 Every kernel takes q [T, H, Lq, D], k [T, Hkv, Lk, D], v [T, Hkv, Lk, Dv] (query head h reads key/value head
 h // (H / Hkv)) and a `KernelCall`, which names the shape of the tiles: query i sees all keys ("full"), keys 0 to i
-("causal", Lq = Lk), or keys i to i + Lk - Lq ("band"). If a tile has folds (`plan/tiles.py`), each of these Lq queries stands
+("causal", Lq = Lk), or keys i to i + Lk - Lq ("band"). If a band has folds (`plan/tiles.py`), each of these Lq queries stands
 for the `fold_size` rows of a fold, which follow one another in q and see the same keys.
+A kernel that packs tiles (`plan/joins.py`) takes tensors by token, [T, Lq, H, D], and returns such; it sees no folds. Packed
+tiles have no dimension T. Only the lse of `Saved` is [T, H, Lq], or [H, Lq] if packed, as FlashAttention reads it.
 `backward` takes the out and lse of the *whole* softmax: with those, a tile's gradients are its exact share
 (FlashAttention, arXiv 2205.14135, appendix B).
 """
@@ -34,7 +36,7 @@ class KernelCall(NamedTuple):
 
     shape: Shape  # the keys that the queries of a tile see
     scale: float  # the factor of the scores
-    fold_size: int = 1  # the rows of a fold
+    fold_size: int = 1  # the rows of a fold, in bands
     lengths: Lengths | None = None  # of tiles that differ: padding of keys, or the ends of packed tiles
 
 
@@ -86,11 +88,6 @@ def widened(x: Tensor, width: int) -> Tensor:
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
-def unfolded(x: Tensor, fold_size: int) -> Tensor:
-    """Returns the rows of x [T, H, Lq * fold_size, ...] as rows of more heads, [T, H * fold_size, Lq, ...]."""
-    return x.unflatten(2, (-1, fold_size)).transpose(2, 3).flatten(1, 2)
-
-
-def folded(x: Tensor, fold_size: int) -> Tensor:
-    """Returns the rows of x [T, H * fold_size, Lq, ...] as [T, H, Lq * fold_size, ...]."""
-    return x.unflatten(1, (-1, fold_size)).transpose(2, 3).flatten(2, 3)
+def narrowed(x: Tensor, width: int) -> Tensor:
+    """Returns the first `width` columns of x."""
+    return x if x.shape[-1] == width else x[..., :width]

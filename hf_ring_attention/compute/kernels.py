@@ -11,7 +11,7 @@ from torch import Tensor
 from ..plan.joins import PADDED, Joining
 from .bands import Masked, MaskedKernel
 from .cuda_kernels import CudaEfficient, CudaFlash
-from .kernel import Gradients, Kernel, KernelCall, Results, Saved, added, merged, widened
+from .kernel import Gradients, Kernel, KernelCall, Results, Saved, added, merged, narrowed, widened
 from .merge import accumulation_dtype
 from .rows import hidden_keys
 
@@ -28,7 +28,7 @@ class CpuFlash(MaskedKernel):
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, call.causal, attn_mask=call.mask, scale=call.scale
         )
-        return out[..., :value_dim], lse
+        return narrowed(out, value_dim), lse
 
     def backward_masked(self, dout: Tensor, saved: Saved, call: Masked) -> Gradients:
         q, k, v, out, lse = saved
@@ -37,7 +37,7 @@ class CpuFlash(MaskedKernel):
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, q, k, v, out, lse.contiguous(), 0.0, call.causal, attn_mask=call.mask, scale=call.scale
         )
-        return dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]
+        return narrowed(dq, head_dim), narrowed(dk, head_dim), narrowed(dv, value_dim)
 
 
 def _rows(x: Tensor, width: int) -> Tensor:

@@ -27,11 +27,10 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
-    """Merges (new_out, new_lse) of any dtype into out [..., L, D] and lse [..., L], float32 or float64, in place.
+    """Merges new_out, of any dtype, and new_lse into out [..., L, D] and lse [..., L], float32 or float64, in place.
 
     Rows without a key have lse = -inf and out = 0, and add nothing: two such rows make another such row, never NaN.
     """
-    new_lse = new_lse.to(lse.dtype)
     weight = torch.sigmoid(new_lse - lse)
     # -inf - -inf is NaN if neither row has a key; then both outs are 0.
     weight.nan_to_num_(nan=0.0)

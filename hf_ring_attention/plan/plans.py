@@ -52,7 +52,7 @@ class TileBatch(NamedTuple):
 
     def like(self, longest: TileBatch) -> TileBatch:
         """Returns the tiles padded to the lengths of longer tiles."""
-        return self._replace(num_queries=longest.num_queries, num_keys=longest.num_keys)
+        return self._replace(num_queries=longest.num_queries, fold_size=longest.fold_size, num_keys=longest.num_keys)
 
     def pairs(self, group: int) -> int:
         """Returns the query-key pairs over all batch rows and query heads; `group` of these share a key/value head."""

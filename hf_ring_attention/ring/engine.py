@@ -104,14 +104,15 @@ def forward_pass(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, executio
     with without_autocast(q):
         whole = transport.whole
         if whole is not None:
-            out, lse = kernel.forward(q, k, v, KernelCall(whole.shape, scale))
+            of_tile = _turned(whole, q), _turned(whole, k), _turned(whole, v)
+            out, lse = (_turned(whole, x) for x in kernel.forward(*of_tile, KernelCall(whole.shape, scale)))
         else:
-            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
             dtype = accumulation_dtype(q.dtype)
             total = q.new_zeros(*q.shape[:3], v.shape[-1], dtype=dtype)
             lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
-            for step in transport.steps(k, v):
-                _forward_step(step, q, total, lse, kernel, scale)
+            q_rows, k_rows, v_rows, total_rows, lse_rows = (x.flatten(0, 2) for x in (q, k, v, total, lse))
+            for step in transport.steps(k_rows, v_rows):
+                _forward_step(step, q_rows, total_rows, lse_rows, kernel, scale)
                 del step  # Drop its payload before the next one arrives: only two buffers exist.
             out = total.to(q.dtype)
         if sinks is not None:
@@ -125,20 +126,28 @@ def backward_pass(dout: Tensor, saved: Saved, sinks: Tensor | None, execution: E
     with without_autocast(dout):
         whole = transport.whole
         if whole is not None:
-            dq, dk, dv = kernel.backward(dout, saved, KernelCall(whole.shape, scale))
+            of_tile = Saved(*(_turned(whole, x) for x in saved))._replace(lse=saved.lse)
+            grads = kernel.backward(_turned(whole, dout), of_tile, KernelCall(whole.shape, scale))
+            dq, dk, dv = (_turned(whole, x) for x in grads)
         else:
-            saved = saved._replace(**{name: getattr(saved, name).contiguous() for name in ("q", "k", "v")})
-            dout, dtype = dout.contiguous(), accumulation_dtype(dout.dtype)
-            dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in saved[:3])
-            for step in transport.steps(saved.k, saved.v, (dk, dv)):
-                _backward_step(step, dout, saved, dq, kernel, scale)
+            dtype = accumulation_dtype(dout.dtype)
+            dq, dk, dv = (dout.new_zeros(x.shape, dtype=dtype) for x in saved[:3])
+            dq_rows, dk_rows, dv_rows, *rows = (x.flatten(0, 2) for x in (dq, dk, dv, *saved, dout.contiguous()))
+            of_rank, dout_rows = Saved(*rows[:-1]), rows[-1]
+            for step in transport.steps(of_rank.k, of_rank.v, (dk_rows, dv_rows)):
+                _backward_step(step, dout_rows, of_rank, dq_rows, kernel, scale)
                 del step
         return dq, dk, dv, None if sinks is None else sinks_grad(dout, saved.out, saved.lse, sinks)
 
 
+def _turned(whole: BoundBatch, x: Tensor) -> Tensor:
+    """Returns x [B, H, n, ...] as a kernel takes it, or such a result as x."""
+    return x.transpose(1, 2) if whole.queries.by_token else x
+
+
 def _forward_step(step: Step, q: Tensor, total: Tensor, lse: Tensor, kernel: Kernel, scale: float) -> None:
     for part in _parts(step.batches, q, FORWARD_PART):
-        queries, keys = part.queries, part.keys
+        queries, keys = part.queries.numbered(), part.keys.numbered()
         views = queries.view(total), queries.view(lse)
         totals = None if views[0] is None or views[1] is None else (views[0], views[1])
         call = KernelCall(part.shape, scale, part.fold_size, part.lengths)
@@ -151,7 +160,7 @@ def _backward_step(step: Step, dout: Tensor, saved: Saved, dq: Tensor, kernel: K
     assert step.gradients is not None
     dkeys, dvalues = step.gradients
     for part in _parts(step.batches, saved.q, BACKWARD_PART):
-        queries, keys = part.queries, part.keys
+        queries, keys = part.queries.numbered(), part.keys.numbered()
         views = queries.view(dq), keys.view(dkeys), keys.view(dvalues)
         sums = None if views[0] is None or views[1] is None or views[2] is None else (views[0], views[1], views[2])
         of_tiles = Saved(
@@ -171,6 +180,6 @@ def _backward_step(step: Step, dout: Tensor, saved: Saved, dq: Tensor, kernel: K
 
 def _parts(batches: tuple[BoundBatch, ...], q: Tensor, part: int) -> Iterator[BoundBatch]:
     """Yields parts that copy at most about 1 / `part` of the queries; parts of few rows would waste time on calls."""
-    rows_at_once = max(1 << 14, q.shape[0] * q.shape[1] * q.shape[2] // part)
+    rows_at_once = max(1 << 14, q.shape[0] // part)
     for batch in batches:
         yield from batch.parts(rows_at_once)

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ..compute.binding import Binder, BoundBatch, OwnBinding, bind_own
 from ..compute.merge import accumulation_dtype
-from ..compute.rows import IndexRows, explicit_rows
 from ..plan.joins import Joining
-from ..plan.plans import TileBatch, plan_rank
+from ..plan.plans import plan_rank
 from ..plan.problem import Problem
 from ..plan.routes import needed
 from ..plan.traffic import exchanged
@@ -54,12 +53,12 @@ def bind_collective(problem: Problem, rank: int, device: torch.device, joining: 
         whole.append(row_of_head * layout.padded_len + positions[batch_row, local])
     numbers, places = torch.sort(torch.cat(whole))
 
-    def arrived(batch: TileBatch) -> IndexRows:
-        return explicit_rows(places[torch.searchsorted(numbers, binder.key_numbers(batch, layout.padded_len))])
+    def arrived(rows: Tensor) -> Tensor:
+        return places[torch.searchsorted(numbers, rows)]
 
     return CollectiveBinding(
         own=bind_own(problem, rank, device, joining),
-        remote=binder.calls(plan_rank(problem, rank).remote, lambda batch: None, arrived),
+        remote=binder.calls(plan_rank(problem, rank).remote, lambda batch: None, layout.padded_len, arrived),
         used=any(map(any, exchanged(problem))),
         send=RowSet(sum(map(len, send)), torch.cat(send)),  # by reader, not ascending
         send_counts=[*map(len, send)],
@@ -89,12 +88,12 @@ class CollectiveTransport:
         )
         yield Step(k, v, binding.own.batches, gradients)
         wait()
-        keys, values = received[None, None].split(widths, dim=-1)
+        keys, values = received.split(widths, dim=-1)
         if gradients is None:
             yield Step(keys, values, binding.remote)
             return
         grads = torch.zeros_like(received, dtype=accumulation_dtype(k.dtype))
-        dkeys, dvalues = grads[None, None].split(widths, dim=-1)
+        dkeys, dvalues = grads.split(widths, dim=-1)
         yield Step(keys, values, binding.remote, (dkeys, dvalues))
         home, wait = self.link.all_to_all(
             "backward pass, gradients", grads, binding.receive_counts, binding.send_counts

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..compute.binding import Binder, BoundBatch, bind_own
 from ..compute.merge import accumulation_dtype
-from ..compute.rows import explicit_rows
 from ..plan.joins import Joining
 from ..plan.plans import TileBatch, of_heads, tiles_from
 from ..plan.problem import Problem
@@ -35,17 +34,12 @@ class RingStep:
     following: int  # the neighbour that rows go to
     previous: int  # the neighbour that rows come from
     last_user: int  # the rank that holds this rank's rows at this step, and is the last to use the rows in `home`
-    shape: tuple[int, int, int]  # of the payload's rows: [B, heads, rows] or [1, 1, rows]
+    arriving: int  # the rows of the payload; 0 at step 0
     sent: RowSet  # rows of the step before that go to `following` while this step's payload arrives
     carried: RowSet  # rows of the payload whose gradients arrive from `previous` after its part is done
     goes_on: RowSet  # rows of the payload whose gradients go to `following`
     finished: RowSet  # rows of the payload whose gradients go home, to `source`
     home: RowSet  # rows of this rank whose gradients come home, from `last_user`
-
-    @property
-    def arriving(self) -> int:
-        """The number of rows of the payload; 0 at step 0."""
-        return self.shape[0] * self.shape[1] * self.shape[2]
 
 
 @dataclass(frozen=True)
@@ -60,11 +54,12 @@ def _with_payload(
     binder: Binder, batches: tuple[TileBatch, ...], heads: range, payload: Payload
 ) -> tuple[BoundBatch, ...]:
     """Returns the kernel calls of tiles of these heads with a payload's keys; tiles number keys as its source does."""
-    return binder.calls(
-        batches,
-        lambda batch: None if payload.first is None else binder.view(batch, heads, 0, payload.first),
-        lambda batch: explicit_rows(payload.places(binder.key_numbers(batch, binder.key_rows))),
-    )
+
+    def view(batch: TileBatch) -> BoundBatch | None:
+        run = payload.run
+        return None if run is None else binder.view(batch, heads, -run.start, len(run), len(heads))
+
+    return binder.calls(batches, view, binder.key_rows, payload.places)
 
 
 def bind_ring(problem: Problem, rank: int, device: torch.device, joining: Joining | None) -> RingBinding:
@@ -107,7 +102,7 @@ def _lap_steps(problem: Problem, rank: int, device: torch.device, joining: Joini
                 following=following,
                 previous=(rank - lap.direction) % p,
                 last_user=(rank + number * lap.direction) % p,
-                shape=arriving.shape,
+                arriving=len(arriving.numbers),
                 sent=RowSet.of(sent.numbers, own_rows) if held is None else held.row_set(sent),
                 carried=arriving.row_set(payload_of(here, "carried")),
                 goes_on=arriving.row_set(payload_of(onward if number else None, "carried")),
@@ -145,7 +140,7 @@ class RingTransport:
                 pool.give(held)
                 held = own
                 continue
-            (coming,) = pool.take(following.shape)
+            (coming,) = pool.take(following.arriving)
             (going,) = pool.pack(own if following.number == 1 else held, following.sent)
             wait = self.link.exchange(
                 f"{name} pass, step {following.number} of {following.of}, keys and values",
@@ -173,7 +168,7 @@ class RingTransport:
         for step, following, keys, values in self._travel(k, v, "backward"):
             grads = None
             if step.number:
-                (grads,) = pool.take(step.shape)
+                (grads,) = pool.take(step.arriving)
                 grads.message.zero_()
             yield Step(keys, values, step.batches, own if grads is None else (grads.first, grads.second))
             if finish is not None:
@@ -195,7 +190,7 @@ class RingTransport:
         The end adds the gradients that came: for own rows to dk and dv, and for the next payload's rows to its gradients.
         """
         carried = 0 if following is None else following.carried.count
-        onward, home = pool.take((1, 1, carried), (1, 1, step.home.count))
+        onward, home = pool.take(carried, step.home.count)
         goes_on, finished = pool.pack(grads, step.goes_on, step.finished)
         if goes_on.buffer is not grads.buffer:
             pool.give(grads)
@@ -212,8 +207,8 @@ class RingTransport:
                 came.append((following.carried, (payload.first, payload.second), onward))
             for rows, sums, arrived in came:
                 if rows.count:
-                    rows.add_(sums[0], arrived.first.flatten(0, 2))
-                    rows.add_(sums[1], arrived.second.flatten(0, 2))
+                    rows.add_(sums[0], arrived.first)
+                    rows.add_(sums[1], arrived.second)
             pool.give(onward)
             pool.give(goes_on)
 

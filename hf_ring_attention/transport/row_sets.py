@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,14 +27,17 @@ class RowRuns(NamedTuple):
         return (starts[:, None] + torch.arange(self.length)).flatten()
 
     def of(self, rows: Tensor) -> Tensor:
-        """Returns the runs as a view [copies, length, ...] of rows [R, ...]."""
-        stop = self.start + (self.copies - 1) * self.distance + self.length
-        return rows[self.start : stop].unfold(0, self.length, self.distance).movedim(-1, 1)
+        """Returns the runs as a view of rows [R, width]: [copies, length, width], or [length, width] of a single run."""
+        if self.copies == 1:
+            return rows[self.start : self.start + self.length]
+        width, along = rows.stride()
+        sizes, strides = (self.copies, self.length, rows.shape[1]), (self.distance * width, width, along)
+        return rows.as_strided(sizes, strides, rows.storage_offset() + self.start * width)
 
 
 @dataclass(frozen=True)
 class RowSet:
-    """Rows of a tensor by their numbers in x.flatten(0, 2): as equal runs if possible, else by an index.
+    """Rows of a tensor of rows [R, ...] by their numbers: as equal runs if possible, else by an index.
 
     A set without runs and without an index is all rows, in order.
     """
@@ -60,27 +62,26 @@ class RowSet:
         return cls(count, numbers)
 
     def take(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Returns the rows of x [B, H, n, ...] as [rows, ...]; writes them to `out` [1, 1, rows, ...] if there is one."""
-        rows, out = x.flatten(0, 2), None if out is None else out.flatten(0, 2)
+        """Returns the rows of x; writes them to `out` if there is one."""
         if self.index is not None:
-            return torch.index_select(rows, 0, self.index, out=out)
+            return torch.index_select(x, 0, self.index, out=out)
         if self.runs is not None:
-            view = self.runs.of(rows)
+            view = self.runs.of(x)
             if out is None:
-                return view.flatten(0, 1)
-            out.unflatten(0, (self.runs.copies, self.runs.length)).copy_(view)
+                return view.reshape(-1, x.shape[1])
+            out.view(view.shape).copy_(view)
             return out
-        return rows if out is None else out.copy_(rows)
+        return x if out is None else out.copy_(x)
 
     def add_(self, x: Tensor, values: Tensor) -> None:
-        """Adds [rows, ...] to the rows of a contiguous x [B, H, n, ...]."""
-        rows = x.view(-1, *x.shape[3:])
+        """Adds `values` to the rows of x."""
         if self.index is not None:
-            rows.index_add_(0, self.index, values)
+            x.index_add_(0, self.index, values)
         elif self.runs is not None:
-            self.runs.of(rows).add_(values.unflatten(0, (self.runs.copies, self.runs.length)))
+            rows = self.runs.of(x)
+            rows.add_(values.view(rows.shape))
         else:
-            rows.add_(values)
+            x.add_(values)
 
 
 class Payload:
@@ -88,7 +89,7 @@ class Payload:
 
     Attributes:
         numbers: the ascending numbers of the rows in a [B, Hkv, n] tensor of the source.
-        first: the first row of every head, if all batch rows and heads have the same run of rows; else None.
+        run: the rows of every head, if all batch rows and heads have the same run of rows; else None.
     """
 
     def __init__(self, rows: KeyRows, problem: Problem, heads: range, device: torch.device) -> None:
@@ -103,9 +104,7 @@ class Payload:
                     numbers[bits] = _bit_numbers(bits)
                 parts.append(numbers[bits] + (batch_row * count + head) * local_len)
         self.numbers = torch.cat(parts).to(device) if parts else torch.empty(0, dtype=torch.int64, device=device)
-        run = rows.run(heads)
-        self.first = None if run is None else run.start
-        self.shape = (1, 1, len(self.numbers)) if run is None else (len(problem.documents), len(heads), len(run))
+        self.run = rows.run(heads)
 
     def places(self, numbers: Tensor) -> Tensor:
         """Returns the places of these rows, which the payload must contain."""
@@ -123,7 +122,7 @@ def _bit_numbers(bits: int) -> Tensor:
 
 
 class MessageRows(NamedTuple):
-    """The rows of two tensors, [B, heads, rows, ...], in one message, one tensor after the other."""
+    """The rows of two tensors, [rows, width] each, in one message, one tensor after the other."""
 
     message: Tensor
     first: Tensor
@@ -135,22 +134,23 @@ class MessagePool:
     """Buffers for messages of rows, all of one size. A free buffer is used again, so no more exist than are held at once."""
 
     def __init__(self, like: Tensor, widths: tuple[int, int], dtype: torch.dtype, max_rows: int) -> None:
-        self.like, self.widths, self.dtype, self.max_rows = like, widths, dtype, max_rows
+        self.widths, self.max_rows = widths, max_rows
+        self.nothing = MessageRows(*[like.new_empty(0, dtype=dtype)] * 3)
         self.free: list[Tensor] = []
 
-    def take(self, *shapes: tuple[int, int, int]) -> list[MessageRows]:
+    def take(self, *counts: int) -> list[MessageRows]:
         """Returns messages of these numbers of rows, side by side in one buffer."""
-        buffer = None
-        if any(map(math.prod, shapes)):
-            size = self.max_rows * sum(self.widths)
-            buffer = self.free.pop() if self.free else self.like.new_empty(size, dtype=self.dtype)
-        whole = self.like.new_empty(0, dtype=self.dtype) if buffer is None else buffer
+        if not any(counts):
+            return [self.nothing for _ in counts]
+        buffer = self.free.pop() if self.free else self.nothing.message.new_empty(self.max_rows * sum(self.widths))
         messages, start = [], 0
-        for shape in shapes:
-            rows = math.prod(shape)
-            message = whole[start : start + rows * sum(self.widths)]
-            parts = message.split([rows * width for width in self.widths])
-            first, second = (part.view(*shape, width) for part, width in zip(parts, self.widths))
+        for rows in counts:
+            if not rows:
+                messages.append(self.nothing._replace(buffer=buffer))
+                continue
+            message = buffer[start : start + rows * sum(self.widths)]
+            starts = (start, start + rows * self.widths[0])
+            first, second = (buffer.as_strided((rows, x), (x, 1), at) for at, x in zip(starts, self.widths))
             messages.append(MessageRows(message, first, second, buffer))
             start += len(message)
         return messages
@@ -165,8 +165,9 @@ class MessagePool:
         for i, selection in enumerate(selections):
             if selection.index is None and selection.runs is None and rows.buffer is not None:
                 return [rows if j == i else rows._replace(message=rows.message[:0]) for j in range(len(selections))]
-        packed = self.take(*((1, 1, selection.count) for selection in selections))
+        packed = self.take(*(selection.count for selection in selections))
         for selection, message in zip(selections, packed):
-            selection.take(rows.first, out=message.first)
-            selection.take(rows.second, out=message.second)
+            if selection.count:
+                selection.take(rows.first, out=message.first)
+                selection.take(rows.second, out=message.second)
         return packed

@@ -65,7 +65,7 @@ StepGradients = tuple[Tensor, Tensor] | None
 
 
 class Step(NamedTuple):
-    """Keys and values, the tiles to compute with them, and in backward the tensors that take their gradients."""
+    """Rows of keys and values, the tiles to compute with them, and in backward the rows that take their gradients."""
 
     keys: Tensor
     values: Tensor
@@ -80,7 +80,7 @@ class Transport(Protocol):
     whole: BoundBatch | None
 
     def steps(self, k: Tensor, v: Tensor, gradients: StepGradients = None) -> Iterator[Step]:
-        """Yields the steps of a pass; k and v are this rank's, [B, Hkv, n, ...] and contiguous.
+        """Yields the steps of a pass; k and v are this rank's rows, [B * Hkv * n, ...] and contiguous.
 
         In backward, it adds to `gradients`, this rank's dk and dv.
         """

@@ -29,7 +29,10 @@ def view_case(rng, apart):
         (row, [(head, [start + copy * advance + i for i in range(length)]) for head in range(heads)])
         for row, copy in itertools.product(range(batch), range(copies))
     ]
-    rows = ViewRows(batch=batch, heads=heads, start=start, length=length, copies=copies, advance=advance)
+    rows = ViewRows(
+        batch=batch, heads=heads, start=start, length=length, copies=copies, advance=advance, of_head=N,
+        of_batch_row=heads * N, by_token=rng.random() < 0.5,
+    )  # fmt: skip
     return rows, (batch, heads), tiles
 
 
@@ -58,8 +61,10 @@ def index_case(rng, apart, explicit):
     numbers = torch.tensor(
         [[[(row * heads + head) * N + r for r in rows] for head, rows in of_heads] for row, of_heads in tiles]
     )
-    rows = IndexRows(length, numbers[..., 0], stride)
-    rows = IndexRows(length, rows=numbers) if explicit else rows
+    first, offsets, by_token = numbers[..., :1], torch.arange(length) * stride, rng.random() < 0.5
+    if by_token:
+        numbers, first, offsets = numbers.mT, first.mT, offsets[:, None]
+    rows = IndexRows(numbers, None, by_token) if explicit else IndexRows(first, offsets, by_token)
     return rows, (batch, heads), tiles
 
 
@@ -77,6 +82,11 @@ def plain(x, tiles):
     )
 
 
+def laid_out(x, rows):
+    """[tiles, heads, L, ...] as these rows are taken."""
+    return x.transpose(1, 2) if rows.by_token else x
+
+
 def each_row(tiles):
     """((batch row, head, row), (tile, head of the tile, i)) of every row of every tile."""
     for number, (row, heads) in enumerate(tiles):
@@ -86,24 +96,29 @@ def each_row(tiles):
 
 def test_take(rng):
     for rows, sizes, tiles in cases(rng):
-        for x in (tensor(rng, *sizes, N, 5), tensor(rng, *sizes, N), tensor(rng, *sizes, N, 2, 3)):
-            before = x.clone()
-            assert torch.equal(rows.take(x), plain(x, tiles)), rows
-            assert torch.equal(x, before)
+        x, lse = tensor(rng, *sizes, N, 5), tensor(rng, *sizes, N)
+        before = x.clone()
+        assert torch.equal(rows.numbered().take(x.flatten(0, 2)), laid_out(plain(x, tiles), rows)), rows
+        assert torch.equal(rows.numbered().take_lse(lse.flatten()), plain(lse, tiles)), rows
+        assert torch.equal(x, before)
+        # A wider tensor has its rows further apart.
+        wider = tensor(rng, *sizes, N, 9)
+        assert torch.equal(
+            rows.numbered().take(wider.flatten(0, 2)[:, 2:6]), laid_out(plain(wider[..., 2:6], tiles), rows)
+        )
 
 
 def test_add_where_rows_repeat_and_overlap(rng):
     overlapping = 0
     for rows, sizes, tiles in cases(rng, count=40):
         overlapping += isinstance(rows, ViewRows) and rows.copies > 1 and rows.advance < rows.length
-        for tail in ((5,), ()):
-            x = tensor(rng, *sizes, N, *tail)
-            values = tensor(rng, len(tiles), len(tiles[0][1]), rows.length, *tail)
-            want = x.clone()
-            for at, place in each_row(tiles):
-                want[at] += values[place]
-            rows.add_(x, values)
-            torch.testing.assert_close(x, want, rtol=1e-13, atol=1e-13, msg=lambda text, rows=rows: f"{rows}: {text}")
+        x = tensor(rng, *sizes, N, 5)
+        values = tensor(rng, len(tiles), len(tiles[0][1]), len(tiles[0][1][0][1]), 5)
+        want = x.clone()
+        for at, place in each_row(tiles):
+            want[at] += values[place]
+        rows.numbered().add_(x.view(-1, 5), laid_out(values, rows))
+        torch.testing.assert_close(x, want, rtol=1e-13, atol=1e-13, msg=lambda text, rows=rows: f"{rows}: {text}")
     assert overlapping
 
 
@@ -137,8 +152,11 @@ def test_every_overlap_of_stretches():
         for copy in range(copies):
             want[0, :, 2 + copy * advance : 2 + copy * advance + length] += values[copy]
         with EachElementIsWrittenOnce() as watch:
-            rows = ViewRows(batch=1, heads=2, start=2, length=length, copies=copies, advance=advance)
-            rows.add_(x, values)
+            n = x.shape[2]
+            rows = ViewRows(
+                batch=1, heads=2, start=2, length=length, copies=copies, advance=advance, of_head=n, of_batch_row=2 * n
+            )
+            rows.add_(x.view(-1, 1), values.unsqueeze(-1))
         assert watch.writes
         assert torch.equal(x, want), (length, advance, copies)
 
@@ -152,14 +170,15 @@ def test_merge(dtype, rng):
         lse = tensor(rng, *sizes, N, dtype=accumulation)
         empty = tensor(rng, *sizes, N) < -0.5
         out[empty], lse[empty] = 0.0, -torch.inf
-        new_out = tensor(rng, len(tiles), len(tiles[0][1]), rows.length, 5, dtype=dtype)
+        new_out = tensor(rng, len(tiles), len(tiles[0][1]), len(tiles[0][1][0][1]), 5, dtype=dtype)
         new_lse = tensor(rng, *new_out.shape[:3], dtype=accumulation)
         want_out, want_lse = out.clone(), lse.clone()
         for at, place in each_row(tiles):
             row_out, row_lse = want_out[at].clone()[None], want_lse[at].clone()[None]
             merge.merge_(row_out, row_lse, new_out[place][None], new_lse[place][None])
             want_out[at], want_lse[at] = row_out[0], row_lse[0]
-        rows.merge_(out, lse, new_out, new_lse)
+        new = laid_out(new_out, rows), laid_out(new_lse, rows)
+        rows.numbered().merge_(out.view(-1, 5), lse.view(-1), *new)
         rounding = 4 * torch.finfo(accumulation).eps
         torch.testing.assert_close(out, want_out, rtol=rounding, atol=rounding)
         torch.testing.assert_close(lse, want_lse, rtol=rounding, atol=rounding)
@@ -182,7 +201,7 @@ def test_split(rng):
             assert sum(part.units for part in parts) == rows.units
             assert {type(part) for part in parts} == {type(rows)}
             assert {part.rows_per_unit for part in parts} == {rows.rows_per_unit}
-            taken = [part.take(x) for part in parts]
+            taken = [laid_out(part.numbered().take(x.view(-1, 1)).squeeze(-1), rows) for part in parts]
             if isinstance(rows, ViewRows):
                 # Stretches are cut, and each part has them of all batch rows.
                 whole = plain(x, tiles).unflatten(0, (sizes[0], rows.copies))

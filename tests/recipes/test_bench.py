@@ -97,6 +97,17 @@ def test_systems(tables):
         assert math.isnan(error) or error < 1e-4
 
 
+def test_operations(tables):
+    (rows,) = tables(
+        "operations", "--tokens", "256", "--ranks", "2", "--repeats", "2", "--patterns", "exact", "window:64"
+    )
+    assert [row[0] for row in rows[::3]] == ["exact", "window:64"] and len(rows) == 6
+    for _, forward, backward, *milliseconds in rows:
+        assert 0 < forward < backward
+        # The time of one operation is the same everywhere, but for the digits that are printed.
+        assert milliseconds[1] / milliseconds[0] == pytest.approx(backward / forward, rel=0.02)
+
+
 @pytest.mark.parametrize("text", ["window:40+3", "pyramid:16,3", "exact"])
 def test_masks_of_flex_attention_show_what_the_pattern_shows(text):
     pattern = ra.Pattern.parse(text)
