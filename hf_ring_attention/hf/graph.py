@@ -22,7 +22,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..compute.private import implementation_of
 from ..ring.attention import CallsInGraph
-from ..ring.operator import CALLS, define
+from ..ring.operator import CALLS, check_not_traced, define
 from ..ring.ring import Ring
 from ..ring.shards import RINGS, shard_of, whole_of
 from .attention import call_in_graph
@@ -127,6 +127,7 @@ def _tokens_of_ranks(call: Tensor, ring: int, batch: int, length: int) -> tuple[
 
 
 def _fake_begin(tokens: Tensor, *others: Any) -> Tensor:
+    check_not_traced()
     return torch.empty(1, 1, 1, 1, dtype=NUMBER_IN_GRAPHS, device="cpu")
 
 
@@ -150,7 +151,7 @@ define(
 def in_graph(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Returns whether a call that begins is traced into a graph that can hold it."""
     attachment = attachment_of(module)
-    if attachment is None or not torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+    if attachment is None or not torch.compiler.is_dynamo_compiling():
         return False
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     alone = attachment.ring is None or attachment.ring.world_size == 1

@@ -20,8 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from ..plan.branches import Segment, Window
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents, HeldKeys
-from ..ring.attention import UNTRACEABLE, check_not_traced
-from ..ring.operator import CALLS
+from ..ring.operator import CALLS, UNTRACEABLE, check_not_traced
 from .forward_pass import drop_broken_passes, forward_pass_of, number_of
 from .registration import IMPLEMENTATION
 from .rows import documents_from_mask

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..compute.private import calling_frame, checkpointing_of, implementation_of, remove_hooks, set_checkpointing
-from ..ring.attention import UNTRACEABLE, check_not_traced
+from ..ring.operator import UNTRACEABLE, check_not_traced
 from ..ring.ring import Ring
 from .cache import ShardedCache, cache_in
 from .call_rows import find_rows

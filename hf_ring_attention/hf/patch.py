@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ..compute.private import implementation_of, remove_hooks
 from ..plan.patterns import Pattern
-from ..ring.attention import UNTRACEABLE
+from ..ring.operator import UNTRACEABLE
 from ..ring.ring import Ring
 from .config import (
     ComputedOnCopy,

@@ -14,7 +14,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from ..compute.private import check, implementation_of
-from ..ring.attention import UNTRACEABLE
+from ..ring.operator import UNTRACEABLE
 
 #: The name of the attention implementation, and of the config's attribute that holds the patterns.
 IMPLEMENTATION = "ring_dilated"

@@ -26,7 +26,7 @@ from ..hf.wrappers import attached_ring, class_of_transformers
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents
 from ..plan.state_runs import runs_of
-from ..ring.attention import UNTRACEABLE
+from ..ring.operator import UNTRACEABLE
 from ..ring.ring import Ring
 from .states import StatesBehind, can_pass, chain_of, passing_forward
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from ..compute.binding import bind_own
 from ..compute.kernel import Saved
@@ -21,7 +22,7 @@ from ..transport.agreement import Agreement
 from ..transport.heads import HeadsTransport
 from ..transport.transports import LocalTransport
 from .engine import AllGradients, Execution, ForwardResults
-from .operator import CALLS, GraphLayer
+from .operator import CALLS, UNTRACEABLE, GraphLayer, check_not_traced
 from .planner import CallKey
 from .ring import Ring, is_recorded
 
@@ -32,18 +33,8 @@ _TRACED: list[CallsInGraph] = []
 #: The name of a call of attention when ranks compare their calls, here or in a model that refuses its part.
 FORWARD = "a forward pass of attention"
 
-#: The reason why no graph holds a call; torch.compile shows it at the graph break.
-UNTRACEABLE = (
-    "ring_dilated plans by the content of each batch and talks to other ranks, which no exported program can: export with "
-    "attn_implementation='sdpa'. A compiled graph holds decoders of text, without caches, the heads transport, or documents "
-    "and layouts of one's own: others need fullgraph=False"
-)
-
-
-def check_not_traced() -> None:
-    """Refuses torch.export and torch.jit.trace, which would record one batch's plan for all."""
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():
-        raise NotImplementedError(f"torch.export or torch.jit.trace was asked for: {UNTRACEABLE}")
+#: Whether the objects among the arguments of a call can be constants of a graph; older releases of torch refuse them.
+_OBJECTS_ARE_CONSTANTS = TorchVersion(torch.__version__) >= TorchVersion("2.13")
 
 
 def ring_attention(
@@ -102,7 +93,9 @@ def ring_attention(
     arguments = (pattern, ring, layout, causal, scale, documents, softcap, head_shard)
     if not torch.compiler.is_dynamo_compiling():
         out, lse = _ring_attention(q, k, v, sinks, arguments, return_lse)
-    elif layout is None and documents is None and (ring is None or ring.transport != "heads"):
+    elif (
+        _OBJECTS_ARE_CONSTANTS and layout is None and documents is None and (ring is None or ring.transport != "heads")
+    ):
         call = torch.full((1,), _number_in_graphs(*arguments))
         out, lse = torch.ops.hf_ring_attention.attend(q, k, v, sinks, call, 0, "", [float(torch.is_grad_enabled())])
     else:  # Rows of their own would need a graph of their own.

@@ -29,6 +29,19 @@ _KEPT = 256
 
 Named = TypeVar("Named")
 
+#: The reason why no graph holds a call; torch.compile shows it at the graph break.
+UNTRACEABLE = (
+    "ring_dilated plans by the content of each batch and talks to other ranks, which no exported program can: export with "
+    "attn_implementation='sdpa'. A compiled graph holds decoders of text, without caches, the heads transport, or documents "
+    "and layouts of one's own: others need fullgraph=False"
+)
+
+
+def check_not_traced() -> None:
+    """Refuses torch.export and torch.jit.trace, which would record one batch's plan for all."""
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        raise NotImplementedError(f"torch.export or torch.jit.trace was asked for: {UNTRACEABLE}")
+
 
 class Numbered(Generic[Named]):
     """Values by their numbers. It keeps no value alive but the last ones that graphs name."""
@@ -125,6 +138,7 @@ def _attend_backward(
 
 
 def _fake_attend(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    check_not_traced()
     out = q.new_empty(*q.shape[:3], v.shape[-1])
     return out, q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
 
