@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import version as installed_version
 from pkgutil import resolve_name
 from types import FrameType, FunctionType
@@ -17,9 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 _HOOKS_BEFORE = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 _HOOKS_AFTER = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+
+#: The attributes of torch's wrapper of a layer that checkpoints, which FSDP's own option adds.
+_WRAPPER = {"checkpoint_fn", "checkpoint_impl"}
 
 #: A module whose attributes are looked at: torch.compile puts another function in place of `Module.__init__`.
 PLAIN_MODULE = nn.Module()
@@ -44,6 +49,7 @@ PROBED: dict[str, dict[str, tuple[str, ...]]] = {
     "torch.distributed": {
         "torch.distributed.distributed_c10d": ("_get_default_store", "_object_to_tensor", "_tensor_to_object"),
         "torch.distributed.ProcessGroup": ("_get_backend", "_device_types"),
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper.__init__": (*_WRAPPER,),
     },
     "torch.gloo": {"torch.distributed.ProcessGroupGloo.Options": ("_timeout",)},
     "torch.compile": {"OptimizedModule": ("_orig_mod",)},
@@ -173,13 +179,27 @@ def checkpoint_activations(model: Any, options: dict[str, Any] | None = None) ->
 
 
 def checkpointing_of(module: nn.Module) -> Any:
-    """Returns the function by which a layer checkpoints its forward pass; None if the layer has no own function."""
-    return vars(module).get("_gradient_checkpointing_func")
+    """Returns the function by which a module checkpoints its forward pass; None if it does not."""
+    if vars(module).keys() >= _WRAPPER:
+        return module.checkpoint_fn
+    return vars(module).get("_gradient_checkpointing_func") if getattr(module, "gradient_checkpointing", True) else None
 
 
 def set_checkpointing(module: nn.Module, function: Any) -> None:
-    """Makes a layer checkpoint its forward pass by this function."""
-    module._gradient_checkpointing_func = function
+    """Makes a module checkpoint its forward pass by this function, in place of another one."""
+    if vars(module).keys() >= _WRAPPER:
+        module.checkpoint_fn = function
+    else:
+        module._gradient_checkpointing_func = function
+
+
+def checkpoint_options(function: Any) -> dict[str, Any] | None:
+    """Returns the options with which a function calls torch's checkpoint; None for a function that is no partial of it."""
+    options: dict[str, Any] = {}
+    while isinstance(function, partial):
+        options = function.keywords | options
+        function = function.args[0] if function.args else function.func
+    return options if function is checkpoint else None
 
 
 def prompt_is_cut() -> bool:

@@ -52,13 +52,15 @@ class Step:
     ring_size: int = 1
     parallel: Any = "ddp"
     checkpointing: bool = True
+    keep_attention: bool = True
     offload: bool = False
     pattern: str = "exact"
 
     def __str__(self) -> str:
         of = "" if self.ring_size == self.devices else f" of {self.devices}"
         words = [f"{self.seq_len} on {self.ring_size}{of}", "fsdp2" * (self.parallel == "fsdp2")]
-        return ", ".join(filter(None, [*words, "" if self.checkpointing else "saved", "offload" * self.offload]))
+        words += ["" if self.checkpointing else "saved", "" if self.keep_attention else "attention twice"]
+        return ", ".join(filter(None, [*words, "offload" * self.offload]))
 
 
 #: A row that gets longer; other rings; what holds weights and gradients; activations saved, or in host memory.
@@ -70,7 +72,7 @@ ALL_STEPS = [
 ]
 
 
-def model_of(shape: Shape, tokens: int, checkpointing: bool = True) -> Any:
+def model_of(shape: Shape, tokens: int, checkpointing: bool = True, keep_attention: bool = True) -> Any:
     """Returns a Llama of 4 layers with the heads of the shape, with random weights, which are always the same."""
     torch.manual_seed(0)
     width = shape.heads * shape.head_dim
@@ -79,7 +81,8 @@ def model_of(shape: Shape, tokens: int, checkpointing: bool = True) -> Any:
     config = LlamaConfig(**sizes, **heads, max_position_embeddings=tokens, use_cache=False)
     model = LlamaForCausalLM(config).to(shape.device, getattr(torch, shape.dtype)).train()
     if checkpointing:  # Transformers 5.23 renamed it.
-        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        options = {"use_reentrant": False} | ({"context_fn": ra.keep_attention} if keep_attention else {})
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(options)
     return model
 
 
@@ -106,7 +109,8 @@ def _parts(shape: Shape, step: Step) -> dict[str, int]:
     gc.collect()
     start = held_memory(shape.device)
     ring = ra.Ring() if step.ring_size == step.devices else ra.Ring.alone()
-    model = ra.patch_model(model_of(shape, step.seq_len, step.checkpointing), step.pattern, ring=ring)
+    keeps = step.keep_attention and not step.offload
+    model = ra.patch_model(model_of(shape, step.seq_len, step.checkpointing, keeps), step.pattern, ring=ring)
     ids = torch.randint(8192, (1, step.seq_len), generator=torch.Generator().manual_seed(1)).to(shape.device)
     trained, backward, optimizer = in_parallel(model, step)
     kept = 0
