@@ -177,8 +177,7 @@ def load_model(args: argparse.Namespace, ring: ra.Ring) -> Any:
     """Returns the model to train, under its pattern and over the ring."""
     model = common.load_model(args.model, trust=args.trust_remote_code)
     if args.checkpointing:
-        # Attention is not computed again, unless its results would be what is left on the device.
-        options = {"use_reentrant": False} | ({} if args.offload else {"context_fn": ra.keep_attention})
+        options = {"use_reentrant": False, "context_fn": ra.keep_attention}
         # Transformers 5.23 gave it a new name, and warns of the old one.
         (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)(options)
     if args.lora:

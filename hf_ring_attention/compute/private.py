@@ -36,7 +36,9 @@ PROBED: dict[str, dict[str, tuple[str, ...]]] = {
         "torch.nn.Module": ("_call_impl",),
         f"{__name__}.PLAIN_MODULE": (*_HOOKS_BEFORE, *_HOOKS_AFTER),
         "torch.Tensor": ("_make_wrapper_subclass", "_version"),
-        "torch.utils": ("_pytree",),
+        "torch.utils": ("_pytree", "_python_dispatch"),
+        "torch._C": ("_SetExcludeDispatchKeyGuard",),
+        "torch._C._autograd": ("_top_saved_tensors_default_hooks",),
         "torch.ops.aten": (
             "_scaled_dot_product_flash_attention_for_cpu",
             "_scaled_dot_product_flash_attention_for_cpu_backward",
@@ -102,6 +104,17 @@ def check(library: str, found: Mapping[str, Any] | None = None) -> None:
 def version_of(x: Tensor) -> int:
     """Returns how often a tensor was written to; 0 for an inference tensor, which has no ._version."""
     return 0 if x.is_inference() else x._version
+
+
+def detached(x: Tensor) -> Tensor:
+    """Returns a tensor inside an operator without its gradient, which counts with it how often it is written to."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return x.detach()
+
+
+def saved_tensor_hooks() -> Any:
+    """Returns the hooks that pack and unpack tensors that autograd saves now; None without any."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def calling_frame(module: nn.Module) -> FrameType | None:
@@ -194,12 +207,15 @@ def set_checkpointing(module: nn.Module, function: Any) -> None:
 
 
 def checkpoint_options(function: Any) -> dict[str, Any] | None:
-    """Returns the options with which a function calls torch's checkpoint; None for a function that is no partial of it."""
+    """Returns the options with which a function calls torch's checkpoint; None for a function that is no partial of it.
+
+    Transformers' own function, which offloads, hands its options on.
+    """
     options: dict[str, Any] = {}
     while isinstance(function, partial):
         options = function.keywords | options
         function = function.args[0] if function.args else function.func
-    return options if function is checkpoint else None
+    return options if function.__module__ in (checkpoint.__module__, "transformers.modeling_utils") else None
 
 
 def prompt_is_cut() -> bool:
@@ -248,7 +264,11 @@ if dist.is_available():
     check("torch.distributed")
 if dist.is_available() and dist.is_gloo_available():
     check("torch.gloo")
-#: Applies a function to each value inside lists, tuples and dicts.
+#: Applies a function to each value inside lists, tuples and dicts; lists these values; and puts others in their places.
 tree_map: Any = torch.utils._pytree.tree_map
+tree_flatten: Any = torch.utils._pytree.tree_flatten
+tree_unflatten: Any = torch.utils._pytree.tree_unflatten
+#: A context in which a method runs in place of each operator.
+DispatchMode: Any = torch.utils._python_dispatch.TorchDispatchMode
 #: Makes a tensor of a class, a shape, a dtype and a device without numbers.
 without_numbers: Any = Tensor._make_wrapper_subclass

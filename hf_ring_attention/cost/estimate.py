@@ -133,7 +133,7 @@ def estimate(
         pattern: of layers without their own window; None for the pattern in the config, else exact.
         parallel: "ddp", "fsdp2", "zero1", "zero2" or "zero3": how all devices divide parameters and their state.
         checkpointing, offload: Transformers' gradient checkpointing, and tensors saved for backward that wait in host memory.
-        keep_attention: whether checkpointing keeps the results of attention (`ra.keep_attention`), if nothing is offloaded.
+        keep_attention: whether checkpointing keeps the results of attention (`ra.keep_attention`).
         offload_optimizer: whether the optimizer's state and step are in host memory.
         accumulate: whether gradients stay from batch to batch of an optimizer step.
         batch_size: the sequences that a ring reads at once.
@@ -249,7 +249,9 @@ def _kept(setting: TrainingSetting, layers: Sequence[LayerMemory]) -> MemoryPart
     """Returns the results of attention that checkpointing keeps in these layers."""
     tokens, size = setting.local_tokens, sum(one.kept for one in layers)
     formula = f"{tokens:,} tokens x {size:,} bytes in {sum(one.kept > 0 for one in layers)} layers"
-    return MemoryPart("kept attention", tokens * size, formula, "out and lse of each layer (ring/operator.py)")
+    return MemoryPart(
+        "kept attention", tokens * size, formula, "out and lse of each layer (ring/operator.py)", setting.offload
+    )
 
 
 def _working(setting: TrainingSetting, layer: LayerMemory, buffers: MemoryPart | None) -> list[MemoryPart]:

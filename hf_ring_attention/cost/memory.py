@@ -155,7 +155,7 @@ def layer_memory(shape: ModelShape, layer: LayerShape, setting: TrainingSetting,
     sums = (queries + keys) * (size if whole else 4 + size)
     # Checkpointing keeps out and lse. By the heads transport, these are the tensors of each piece beside the output.
     kept = (queries + keys + 2 * outputs if setting.transport == "heads" else outputs) * size + 4 * attention.num_heads
-    keeps = setting.checkpointing and setting.keep_attention and not setting.offload
+    keeps = setting.checkpointing and setting.keep_attention
     return LayerMemory(
         saved=attention_saved + last_norm + mlp,
         kept=kept * layer.attends * keeps,

@@ -85,7 +85,7 @@ def _switches(shape: ModelShape, setting: TrainingSetting) -> Iterator[tuple[str
     if not setting.checkpointing:
         yield "checkpointing", {"checkpointing": True}
         yield "checkpointing and offload", {"checkpointing": True, "offload": True}
-    elif setting.keep_attention and not setting.offload:
+    elif setting.keep_attention:
         yield "keep_attention=False", {"keep_attention": False}
     if not setting.offload:
         yield "offload", {"offload": True}

@@ -16,8 +16,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..compute.private import calling_frame, checkpointing_of, implementation_of, remove_hooks, set_checkpointing
+from ..compute.kept import kept_results
+from ..compute.private import (
+    calling_frame,
+    checkpoint_options,
+    checkpointing_of,
+    implementation_of,
+    remove_hooks,
+    set_checkpointing,
+)
 from ..ring.attention import UNTRACEABLE, check_not_traced
+from ..ring.operator import keep_attention
 from ..ring.ring import Ring
 from .cache import ShardedCache, cache_in
 from .call_rows import find_rows
@@ -182,7 +191,12 @@ def _checkpointed(checkpoint: Callable[..., Any], function: Callable[..., Any], 
     """Checkpoints a function, and sets for its recomputation the `ForwardPass` in which it ran first."""
     if torch.compiler.is_dynamo_compiling():
         return checkpoint(function, *args, **kwargs)
-    now = running().forward_pass
+    now, options = running().forward_pass, (checkpoint_options(checkpoint) or {}) | kwargs
+    if (
+        options.get("context_fn") is keep_attention
+    ):  # Outside of graphs, `kept_results` can do more than torch's contexts.
+        names = torch.ops.hf_ring_attention
+        kwargs["context_fn"] = partial(kept_results, [names.attend.default, names.attend_by_heads.default])
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with running_with(forward_pass=now):

@@ -52,7 +52,7 @@ class RingTrainingArguments(TrainingArguments):
         offload_activations: whether tensors that the forward pass saves wait in host memory; with
             activation_checkpointing (gradient_checkpointing before Transformers 5.23), these are the inputs of the layers.
         ring_keep_attention: whether checkpointing keeps the results of attention (`ra.keep_attention`), so that backward
-            recomputes layers without attention and its messages. Checkpoints in host memory recompute attention, too.
+            recomputes layers without attention and its messages.
 
     Example:
         >>> args = ra.RingTrainingArguments("output", ring_layout="zigzag", use_cpu=True, report_to=[])
@@ -181,12 +181,12 @@ class RingTrainerMixin(_Trainer):
         return loader
 
     def compute_loss_context_manager(self) -> ExitStack:
-        """Returns Trainer's context, which also offloads activations if the setting asks for it; else it keeps attention."""
+        """Returns Trainer's context, which also offloads activations if the setting asks for it, and keeps attention."""
         stack: ExitStack = super().compute_loss_context_manager()
         if self.ring_setting("offload_activations"):
             stack.enter_context(save_on_cpu(pin_memory=self.args.device.type != "cpu"))
-        elif self.ring_setting("ring_keep_attention"):
-            reason = _keep_attention_of(self)  # At each step: TRL's trainers switch checkpointing off and on.
+        if self.ring_setting("ring_keep_attention"):
+            reason = _keep_attention_in(cast(nn.Module, self.model))  # TRL's trainers switch checkpointing off and on.
             if reason is not None and self.is_world_process_zero():
                 warn_once(f"ring_keep_attention=True: backward still computes attention again, because {reason}")
         return stack
@@ -237,18 +237,16 @@ class RingTrainerMixin(_Trainer):
         return call.answers[0]
 
 
-def _keep_attention_of(trainer: Any) -> str | None:
-    """Has the layers of a Trainer that checkpoint keep attention; returns the reason why some cannot, if any."""
-    if getattr(getattr(trainer.accelerator.state, "fsdp_plugin", None), "activation_checkpointing_offload", False):
-        return "FSDP's checkpoints wait in host memory, and its results would not"
+def _keep_attention_in(model: nn.Module) -> str | None:
+    """Has the layers that checkpoint keep attention; returns the reason why some cannot, if any."""
     reason = None
-    for module in trainer.model.modules():
+    for module in model.modules():
         checkpoint = checkpointing_of(module)
         if checkpoint is None:
             continue
         options = checkpoint_options(checkpoint)
         if options is None:
-            reason = "layers checkpoint in host memory, or by their own function"
+            reason = "layers checkpoint by their own function"
         elif options.get("use_reentrant") is not False:
             reason = "checkpointing is reentrant: set use_reentrant=False"
         elif "context_fn" not in options:

@@ -109,8 +109,8 @@ def _parts(shape: Shape, step: Step) -> dict[str, int]:
     gc.collect()
     start = held_memory(shape.device)
     ring = ra.Ring() if step.ring_size == step.devices else ra.Ring.alone()
-    keeps = step.keep_attention and not step.offload
-    model = ra.patch_model(model_of(shape, step.seq_len, step.checkpointing, keeps), step.pattern, ring=ring)
+    model = model_of(shape, step.seq_len, step.checkpointing, step.keep_attention)
+    ra.patch_model(model, step.pattern, ring=ring)
     ids = torch.randint(8192, (1, step.seq_len), generator=torch.Generator().manual_seed(1)).to(shape.device)
     trained, backward, optimizer = in_parallel(model, step)
     kept = 0

@@ -21,8 +21,20 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from memory import MIB, model_of
-from timing import Shape, alternate, clock, held_memory, launch, median, of_all_ranks, options, ratio, reset_peak
-from timing import return_memory_at_once, table
+from timing import (
+    Shape,
+    alternate,
+    clock,
+    held_memory,
+    launch,
+    median,
+    of_all_ranks,
+    options,
+    ratio,
+    reset_peak,
+    return_memory_at_once,
+    table,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
