@@ -67,7 +67,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--lora", type=at_least(0), default=0, metavar="RANK", help=f"{common.LORA_HELP} (default 0)")
     distilled = "with --lora: learn the predictions of exact attention without adapters instead of the texts"
     add("--distill", action="store_true", help=distilled)
-    add("--checkpointing", action="store_true", help="recompute activations in backward")
+    add("--checkpointing", action="store_true", help="recompute layers in backward, without their attention")
     add("--offload", action="store_true", help="keep in host memory what --checkpointing leaves on the device")
     add("--dtype", choices=["no", "bf16", "fp16"], help="mixed precision; default: as Accelerate was launched")
     add("--seed", type=at_least(0), default=0)

@@ -264,10 +264,8 @@ if dist.is_available():
     check("torch.distributed")
 if dist.is_available() and dist.is_gloo_available():
     check("torch.gloo")
-#: Applies a function to each value inside lists, tuples and dicts; lists these values; and puts others in their places.
+#: Applies a function to each value inside lists, tuples and dicts.
 tree_map: Any = torch.utils._pytree.tree_map
-tree_flatten: Any = torch.utils._pytree.tree_flatten
-tree_unflatten: Any = torch.utils._pytree.tree_unflatten
 #: A context in which a method runs in place of each operator.
 DispatchMode: Any = torch.utils._python_dispatch.TorchDispatchMode
 #: Makes a tensor of a class, a shape, a dtype and a device without numbers.

@@ -192,9 +192,7 @@ def _checkpointed(checkpoint: Callable[..., Any], function: Callable[..., Any], 
     if torch.compiler.is_dynamo_compiling():
         return checkpoint(function, *args, **kwargs)
     now, options = running().forward_pass, (checkpoint_options(checkpoint) or {}) | kwargs
-    if (
-        options.get("context_fn") is keep_attention
-    ):  # Outside of graphs, `kept_results` can do more than torch's contexts.
+    if options.get("context_fn") is keep_attention:  # Outside of graphs, contexts of our own do more than torch's.
         names = torch.ops.hf_ring_attention
         kwargs["context_fn"] = partial(kept_results, [names.attend.default, names.attend_by_heads.default])
 
