@@ -23,9 +23,6 @@ from torch.utils.checkpoint import checkpoint
 _HOOKS_BEFORE = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 _HOOKS_AFTER = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
-#: The attributes of torch's wrapper of a layer that checkpoints, which FSDP's own option adds.
-_WRAPPER = {"checkpoint_fn", "checkpoint_impl"}
-
 #: A module whose attributes are looked at: torch.compile puts another function in place of `Module.__init__`.
 PLAIN_MODULE = nn.Module()
 
@@ -33,11 +30,12 @@ PLAIN_MODULE = nn.Module()
 #: the name is then its variable, or an attribute that it reads or sets.
 PROBED: dict[str, dict[str, tuple[str, ...]]] = {
     "torch": {
+        "torch": ("_C",),
         "torch.nn.Module": ("_call_impl",),
         f"{__name__}.PLAIN_MODULE": (*_HOOKS_BEFORE, *_HOOKS_AFTER),
         "torch.Tensor": ("_make_wrapper_subclass", "_version"),
         "torch.utils": ("_pytree", "_python_dispatch"),
-        "torch._C": ("_SetExcludeDispatchKeyGuard",),
+        "torch._C": ("_SetExcludeDispatchKeyGuard", "_autograd"),
         "torch._C._autograd": ("_top_saved_tensors_default_hooks",),
         "torch.ops.aten": (
             "_scaled_dot_product_flash_attention_for_cpu",
@@ -51,7 +49,7 @@ PROBED: dict[str, dict[str, tuple[str, ...]]] = {
     "torch.distributed": {
         "torch.distributed.distributed_c10d": ("_get_default_store", "_object_to_tensor", "_tensor_to_object"),
         "torch.distributed.ProcessGroup": ("_get_backend", "_device_types"),
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper.__init__": (*_WRAPPER,),
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper.__init__": ("checkpoint_fn",),
     },
     "torch.gloo": {"torch.distributed.ProcessGroupGloo.Options": ("_timeout",)},
     "torch.compile": {"OptimizedModule": ("_orig_mod",)},
@@ -193,14 +191,19 @@ def checkpoint_activations(model: Any, options: dict[str, Any] | None = None) ->
 
 def checkpointing_of(module: nn.Module) -> Any:
     """Returns the function by which a module checkpoints its forward pass; None if it does not."""
-    if vars(module).keys() >= _WRAPPER:
+    if _wraps_a_layer(module):
         return module.checkpoint_fn
     return vars(module).get("_gradient_checkpointing_func") if getattr(module, "gradient_checkpointing", True) else None
 
 
+def _wraps_a_layer(module: nn.Module) -> bool:
+    """Returns whether a module is torch's wrapper of a layer that checkpoints, which FSDP's own option adds."""
+    return isinstance(vars(module).get("checkpoint_fn"), partial)
+
+
 def set_checkpointing(module: nn.Module, function: Any) -> None:
     """Makes a module checkpoint its forward pass by this function, in place of another one."""
-    if vars(module).keys() >= _WRAPPER:
+    if _wraps_a_layer(module):
         module.checkpoint_fn = function
     else:
         module._gradient_checkpointing_func = function
