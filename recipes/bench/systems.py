@@ -12,6 +12,7 @@ A ring computes what one process does: the error compares its first two losses.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import cycle
@@ -129,20 +130,25 @@ def steps_of_hybrid(shape: Shape, tokens: int, model_type: str, repeats: int) ->
 
 
 def checkpointed_steps(shape: Shape, tokens: int, repeats: int) -> Any:
-    """Returns seconds, their ratio and the peak of a step of a checkpointed Llama, with and without kept attention."""
+    """Returns seconds and processor seconds with their ratios, and the peak, of steps with kept attention and without it."""
     return_memory_at_once()
     ways = {"computed again": False, "kept": True}
     models = {name: model_of(shape, tokens, True, keeps) for name, keeps in ways.items()}
     steps = {name: step_of(RING, "exact", model, tokens) for name, model in models.items()}
 
-    def measured(step: Callable[[], float]) -> tuple[float, float]:
-        before = reset_peak(shape.device)
+    def measured(step: Callable[[], float]) -> tuple[float, float, float]:
+        before, start = reset_peak(shape.device), time.process_time()
         seconds, _ = clock(step, shape.device)
-        return max(of_all_ranks(held_memory(shape.device, peak=True) - before)) / MIB, seconds
+        peak, busy = held_memory(shape.device, peak=True) - before, time.process_time() - start
+        return max(of_all_ranks(peak)) / MIB, max(of_all_ranks(busy)), seconds
 
     runs = alternate({name: partial(measured, step) for name, step in steps.items()}, repeats)
     first = next(iter(ways))
-    return [[name, median(runs, name), ratio(runs, first, name), median(runs, name, 0)] for name in ways]
+    rows = []
+    for name in ways:
+        times = [of for part in (2, 1) for of in (median(runs, name, part), ratio(runs, first, name, part))]
+        rows.append([name, *times, median(runs, name, 0)])
+    return rows
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -163,7 +169,8 @@ def main(words: Sequence[str] | None = None) -> None:
         rows = launch(checkpointed_steps, args.ranks, shape, *sizes, device=args.device)
         title = f"{llama}, checkpointed, exact, rows of {args.checkpointed_tokens} on a ring of {args.ranks}"
         title += f"; medians of {args.repeats} turns, ratios in the same turn"
-        table(title, "attention in backward|step\ns|times\nas fast|peak of a step\nMiB", rows)
+        heads = "attention in backward|step\ns|times\nas fast|processor\ns|times\nas fast|peak of a step\nMiB"
+        table(title, heads, rows, "processor: seconds of the busiest process, which other programs change least")
     for model_type in HYBRIDS if "hybrids" in args.parts else ():
         sizes = (args.hybrid_tokens, model_type, args.repeats)
         rows = launch(steps_of_hybrid, args.ranks, shape, *sizes, device=args.device)

@@ -96,9 +96,10 @@ def test_systems(tables):
         assert tokens == pytest.approx(128 / seconds, rel=0.02)
         assert faster == pytest.approx(rows[0][1] / seconds, rel=0.03)
         assert math.isnan(error) or error < 1e-4
-    (_, again, one, _), (name, kept, faster, peak) = checkpointed
-    assert name == "kept" and one == 1 and peak > 0
+    (_, again, one, *busy), (name, kept, faster, *busy_kept, peak) = checkpointed
+    assert name == "kept" and one == busy[1] == 1 and peak > 0
     assert faster == pytest.approx(again / kept, rel=0.03)
+    assert busy_kept[1] == pytest.approx(busy[0] / busy_kept[0], rel=0.03)
 
 
 @pytest.mark.parametrize("text", ["window:40+3", "pyramid:16,3", "exact"])
