@@ -67,7 +67,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--lora", type=at_least(0), default=0, metavar="RANK", help=f"{common.LORA_HELP} (default 0)")
     distilled = "with --lora: learn the predictions of exact attention without adapters instead of the texts"
     add("--distill", action="store_true", help=distilled)
-    add("--checkpointing", action="store_true", help="recompute activations in backward")
+    add("--checkpointing", action="store_true", help="recompute layers in backward, without their attention")
     add("--offload", action="store_true", help="keep in host memory what --checkpointing leaves on the device")
     add("--dtype", choices=["no", "bf16", "fp16"], help="mixed precision; default: as Accelerate was launched")
     add("--seed", type=at_least(0), default=0)
@@ -177,8 +177,9 @@ def load_model(args: argparse.Namespace, ring: ra.Ring) -> Any:
     """Returns the model to train, under its pattern and over the ring."""
     model = common.load_model(args.model, trust=args.trust_remote_code)
     if args.checkpointing:
+        options = {"use_reentrant": False, "context_fn": ra.keep_attention}
         # Transformers 5.23 gave it a new name, and warns of the old one.
-        (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
+        (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)(options)
     if args.lora:
         model = common.add_lora(model, args.lora)
     return ra.patch_model(model, load_pattern(args.pattern), ring=ring)

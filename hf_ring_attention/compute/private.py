@@ -10,6 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import version as installed_version
 from pkgutil import resolve_name
 from types import FrameType, FunctionType
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 _HOOKS_BEFORE = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 _HOOKS_AFTER = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
@@ -29,10 +31,13 @@ PLAIN_MODULE = nn.Module()
 #: the name is then its variable, or an attribute that it reads or sets.
 PROBED: dict[str, dict[str, tuple[str, ...]]] = {
     "torch": {
+        "torch": ("_C",),
         "torch.nn.Module": ("_call_impl",),
         f"{__name__}.PLAIN_MODULE": (*_HOOKS_BEFORE, *_HOOKS_AFTER),
         "torch.Tensor": ("_make_wrapper_subclass", "_version"),
-        "torch.utils": ("_pytree",),
+        "torch.utils": ("_pytree", "_python_dispatch"),
+        "torch._C": ("_SetExcludeDispatchKeyGuard", "_autograd"),
+        "torch._C._autograd": ("_top_saved_tensors_default_hooks",),
         "torch.ops.aten": (
             "_scaled_dot_product_flash_attention_for_cpu",
             "_scaled_dot_product_flash_attention_for_cpu_backward",
@@ -45,6 +50,7 @@ PROBED: dict[str, dict[str, tuple[str, ...]]] = {
     "torch.distributed": {
         "torch.distributed.distributed_c10d": ("_get_default_store", "_object_to_tensor", "_tensor_to_object"),
         "torch.distributed.ProcessGroup": ("_get_backend", "_device_types"),
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper.__init__": ("checkpoint_fn",),
     },
     "torch.gloo": {"torch.distributed.ProcessGroupGloo.Options": ("_timeout",)},
     "torch.compile": {"OptimizedModule": ("_orig_mod",)},
@@ -98,6 +104,17 @@ def check(library: str, found: Mapping[str, Any] | None = None) -> None:
 def version_of(x: Tensor) -> int:
     """Returns how often a tensor was written to; 0 for an inference tensor, which has no ._version."""
     return 0 if x.is_inference() else x._version
+
+
+def detached(x: Tensor) -> Tensor:
+    """Returns a tensor inside an operator without its gradient, which counts with it how often it is written to."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return x.detach()
+
+
+def saved_tensor_hooks() -> Any:
+    """Returns the hooks that pack and unpack tensors that autograd saves now; None without any."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def calling_frame(module: nn.Module) -> FrameType | None:
@@ -175,13 +192,35 @@ def checkpoint_activations(model: Any, options: dict[str, Any] | None = None) ->
 
 
 def checkpointing_of(module: nn.Module) -> Any:
-    """Returns the function by which a layer checkpoints its forward pass; None if the layer has no own function."""
-    return vars(module).get("_gradient_checkpointing_func")
+    """Returns the function by which a module checkpoints its forward pass; None if it does not."""
+    if _wraps_a_layer(module):
+        return module.checkpoint_fn
+    return vars(module).get("_gradient_checkpointing_func") if getattr(module, "gradient_checkpointing", True) else None
+
+
+def _wraps_a_layer(module: nn.Module) -> bool:
+    """Returns whether a module is torch's wrapper of a layer that checkpoints, which FSDP's own option adds."""
+    return isinstance(vars(module).get("checkpoint_fn"), partial)
 
 
 def set_checkpointing(module: nn.Module, function: Any) -> None:
-    """Makes a layer checkpoint its forward pass by this function."""
-    module._gradient_checkpointing_func = function
+    """Makes a module checkpoint its forward pass by this function, in place of another one."""
+    if _wraps_a_layer(module):
+        module.checkpoint_fn = function
+    else:
+        module._gradient_checkpointing_func = function
+
+
+def checkpoint_options(function: Any) -> dict[str, Any] | None:
+    """Returns the options with which a function calls torch's checkpoint; None for a function that is no partial of it.
+
+    Transformers' own function, which offloads, hands its options on.
+    """
+    options: dict[str, Any] = {}
+    while isinstance(function, partial):
+        options = function.keywords | options
+        function = function.args[0] if function.args else function.func
+    return options if function.__module__ in (checkpoint.__module__, "transformers.modeling_utils") else None
 
 
 def prompt_is_cut() -> bool:
@@ -239,5 +278,7 @@ if dist.is_available() and dist.is_gloo_available():
     check("torch.gloo")
 #: Applies a function to each value inside lists, tuples and dicts.
 tree_map: Any = torch.utils._pytree.tree_map
+#: A context in which a method runs in place of each operator.
+DispatchMode: Any = torch.utils._python_dispatch.TorchDispatchMode
 #: Makes a tensor of a class, a shape, a dtype and a device without numbers.
 without_numbers: Any = Tensor._make_wrapper_subclass

@@ -108,6 +108,7 @@ def estimate(
     pattern: Pattern | str | None = None,
     parallel: Parallel = "fsdp2",
     checkpointing: bool = True,
+    keep_attention: bool = True,
     offload: bool = False,
     offload_optimizer: bool = False,
     accumulate: bool = False,
@@ -132,6 +133,7 @@ def estimate(
         pattern: of layers without their own window; None for the pattern in the config, else exact.
         parallel: "ddp", "fsdp2", "zero1", "zero2" or "zero3": how all devices divide parameters and their state.
         checkpointing, offload: Transformers' gradient checkpointing, and tensors saved for backward that wait in host memory.
+        keep_attention: whether checkpointing keeps the results of attention (`ra.keep_attention`).
         offload_optimizer: whether the optimizer's state and step are in host memory.
         accumulate: whether gradients stay from batch to batch of an optimizer step.
         batch_size: the sequences that a ring reads at once.
@@ -218,14 +220,16 @@ def _phases(
     ]
     done, all_gradients = shape.embedding, gradients_part(setting, shape.parameters)
     gradients = all_gradients if setting.accumulate else gradients_part(setting, 0)
-    phases = {"loss": [*states, gradients, _saved(shape, setting, memories), *_in_loss(shape, setting)]}
+    saved = [_saved(shape, setting, memories), _kept(setting, memories)]
+    phases = {"loss": [*states, gradients, *saved, *_in_loss(shape, setting)]}
     for number in reversed(range(len(memories))):
         pattern = patterns.get(number)
         done += shape.layers[number].parameters - shape.layers[number].shared
         gradients = all_gradients if setting.accumulate else gradients_part(setting, done)
-        saved = _saved(shape, setting, memories[: number + 1])
+        # The layer that is computed again takes its own output back.
+        saved = [_saved(shape, setting, memories[: number + 1]), _kept(setting, memories[:number])]
         working = _working(setting, memories[number], None if pattern is None else buffers[pattern])
-        phases[f"backward of layer {number}"] = [*states, gradients, saved, *working]
+        phases[f"backward of layer {number}"] = [*states, gradients, *saved, *working]
     phases["optimizer step"] = [*states, all_gradients, optimizer_part(shape, setting)]
     return phases
 
@@ -239,6 +243,15 @@ def _saved(shape: ModelShape, setting: TrainingSetting, layers: Sequence[LayerMe
         formula = f"{len(layers)} layers x {shape.width} numbers x {setting.number_bytes} bytes"
     formula = f"{setting.local_tokens:,} tokens x {formula}"
     return MemoryPart("saved activations", setting.local_tokens * size, formula, source, host=setting.offload)
+
+
+def _kept(setting: TrainingSetting, layers: Sequence[LayerMemory]) -> MemoryPart:
+    """Returns the results of attention that checkpointing keeps in these layers."""
+    tokens, size = setting.local_tokens, sum(one.kept for one in layers)
+    formula = f"{tokens:,} tokens x {size:,} bytes in {sum(one.kept > 0 for one in layers)} layers"
+    return MemoryPart(
+        "kept attention", tokens * size, formula, "out and lse of each layer (ring/operator.py)", setting.offload
+    )
 
 
 def _working(setting: TrainingSetting, layer: LayerMemory, buffers: MemoryPart | None) -> list[MemoryPart]:

@@ -48,6 +48,7 @@ class TrainingSetting:
     master_dtype: str
     parallel: Parallel
     checkpointing: bool
+    keep_attention: bool
     offload: bool
     offload_optimizer: bool
     accumulate: bool
@@ -112,12 +113,14 @@ def total_bytes(parts: Sequence[MemoryPart], host: bool = False) -> int:
 
 
 class LayerMemory(NamedTuple):
-    """The bytes of one layer for each token of a rank: saved by autograd, and the most while backward computes a part.
+    """The bytes of one layer for each token of a rank: saved by autograd, kept by checkpointing beside the layer's input, and
+    the most while backward computes a part.
 
     Backward of a part counts what the layer still has saved; it is 0 if the layer lacks the part.
     """
 
     saved: int
+    kept: int
     backward_of_mlp: int
     backward_of_attention: int
 
@@ -150,8 +153,12 @@ def layer_memory(shape: ModelShape, layer: LayerShape, setting: TrainingSetting,
     # With several tiles, gradients of queries, keys and values are summed in float32 beside the gradients of a tile, and the
     # output's gradient is copied to the order of the kernel.
     sums = (queries + keys) * (size if whole else 4 + size)
+    # Checkpointing keeps out and lse. By the heads transport, these are the tensors of each piece beside the output.
+    kept = (queries + keys + 2 * outputs if setting.transport == "heads" else outputs) * size + 4 * attention.num_heads
+    keeps = setting.checkpointing and setting.keep_attention
     return LayerMemory(
         saved=attention_saved + last_norm + mlp,
+        kept=kept * layer.attends * keeps,
         backward_of_mlp=(attention_saved + last_norm + working_mlp + 2 * width * size) * has_mlp,
         backward_of_attention=(attention_saved + width * size + 2 * outputs * size + sums) * layer.attends,
     )

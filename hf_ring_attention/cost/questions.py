@@ -85,6 +85,8 @@ def _switches(shape: ModelShape, setting: TrainingSetting) -> Iterator[tuple[str
     if not setting.checkpointing:
         yield "checkpointing", {"checkpointing": True}
         yield "checkpointing and offload", {"checkpointing": True, "offload": True}
+    elif setting.keep_attention:
+        yield "keep_attention=False", {"keep_attention": False}
     if not setting.offload:
         yield "offload", {"offload": True}
     if setting.devices > 1 and setting.parallel not in ("fsdp2", "zero3"):

@@ -16,7 +16,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..compute.private import calling_frame, checkpointing_of, implementation_of, remove_hooks, set_checkpointing
+from ..compute.private import (
+    calling_frame,
+    checkpointing_of,
+    implementation_of,
+    remove_hooks,
+    set_checkpointing,
+)
 from ..ring.operator import UNTRACEABLE, check_not_traced
 from ..ring.ring import Ring
 from .cache import ShardedCache, cache_in

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from ..compute.kept import kept_results
 from ..compute.kernel import Saved
 from ..compute.merge import accumulation_dtype
 from .engine import AllGradients, ForwardResults
@@ -203,7 +204,6 @@ def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManage
         True
     """
     names = torch.ops.hf_ring_attention
-    contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] = create_selective_checkpoint_contexts(
-        [names.attend.default, names.attend_by_heads.default]
-    )
-    return contexts
+    # Graphs take torch's contexts alone, which do less (`kept_results`).
+    contexts: Any = create_selective_checkpoint_contexts if torch.compiler.is_compiling() else kept_results
+    return contexts([names.attend.default, names.attend_by_heads.default])

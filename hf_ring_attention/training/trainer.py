@@ -20,11 +20,12 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import seed_worker
 
-from ..compute.private import check, check_trl
-from ..hf.config import settings_of, use_settings
+from ..compute.private import check, check_trl, checkpoint_options, checkpointing_of, set_checkpointing
+from ..hf.config import settings_of, use_settings, warn_once
 from ..hf.patch import patch_model
 from ..hf.wrappers import unwrapped
 from ..ring.mesh import without_cp
+from ..ring.operator import keep_attention
 from ..ring.ring import Ring
 from ..transport.lost_processes import naming_lost_processes
 
@@ -50,6 +51,8 @@ class RingTrainingArguments(TrainingArguments):
         ring_heads: with "heads", how many neighbouring processes exchange heads; None for all of a ring.
         offload_activations: whether tensors that the forward pass saves wait in host memory; with
             activation_checkpointing (gradient_checkpointing before Transformers 5.23), these are the inputs of the layers.
+        ring_keep_attention: whether checkpointing keeps the results of attention (`ra.keep_attention`), so that backward
+            recomputes layers without attention and its messages.
 
     Example:
         >>> args = ra.RingTrainingArguments("output", ring_layout="zigzag", use_cpu=True, report_to=[])
@@ -62,6 +65,7 @@ class RingTrainingArguments(TrainingArguments):
     ring_transport: str = field(default="auto", metadata={"help": "auto, ring, collective, heads or local"})
     ring_heads: int | None = field(default=None, metadata={"help": "neighbours that exchange heads; default: all"})
     offload_activations: bool = field(default=False, metadata={"help": "keep saved activations in host memory"})
+    ring_keep_attention: bool = field(default=True, metadata={"help": "checkpointing keeps the results of attention"})
 
     @property
     def device(self) -> torch.device:
@@ -78,8 +82,8 @@ class RingTrainerMixin(_Trainer):
     a ring, and the model takes whole rows. TRL's trainers that generate give the ranks of a ring the same completions.
 
     Args:
-        ring_size, ring_layout, ring_transport, ring_heads, offload_activations: as in `RingTrainingArguments`, for Trainers
-            with arguments of their own.
+        ring_size, ring_layout, ring_transport, ring_heads, ring_keep_attention, offload_activations: as in
+            `RingTrainingArguments`, for Trainers with arguments of their own.
 
     Raises:
         ValueError: on every process, at set-up: no ring size for several processes, or one that does not divide their number; a
@@ -99,7 +103,7 @@ class RingTrainerMixin(_Trainer):
     """
 
     ring: Ring
-    _SETTINGS = ("ring_size", "ring_layout", "ring_transport", "ring_heads", "offload_activations")
+    _SETTINGS = "ring_size ring_layout ring_transport ring_heads ring_keep_attention offload_activations".split()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.ring_settings = {name: kwargs.pop(name) for name in self._SETTINGS if name in kwargs}
@@ -177,10 +181,14 @@ class RingTrainerMixin(_Trainer):
         return loader
 
     def compute_loss_context_manager(self) -> ExitStack:
-        """Returns Trainer's context, which also offloads activations if the setting asks for it."""
+        """Returns Trainer's context, which also offloads activations if the setting asks for it, and keeps attention."""
         stack: ExitStack = super().compute_loss_context_manager()
         if self.ring_setting("offload_activations"):
             stack.enter_context(save_on_cpu(pin_memory=self.args.device.type != "cpu"))
+        if self.ring_setting("ring_keep_attention"):
+            reason = _keep_attention_in(cast(nn.Module, self.model))  # TRL's trainers switch checkpointing off and on.
+            if reason is not None and self.is_world_process_zero():
+                warn_once(f"ring_keep_attention=True: backward still computes attention again, because {reason}")
         return stack
 
     # ---- steps that are not finite
@@ -227,6 +235,25 @@ class RingTrainerMixin(_Trainer):
         with self.ring.agreement("completions") as call:
             call.message = completions if self.ring.rank == 0 else None
         return call.answers[0]
+
+
+def _keep_attention_in(model: nn.Module) -> str | None:
+    """Has the layers that checkpoint keep attention; returns the reason why some cannot, if any."""
+    reason = None
+    for module in model.modules():
+        checkpoint = checkpointing_of(module)
+        if checkpoint is None:
+            continue
+        options = checkpoint_options(checkpoint)
+        if options is None:
+            reason = "layers checkpoint by their own function"
+        elif options.get("use_reentrant") is not False:
+            reason = "checkpointing is reentrant: set use_reentrant=False"
+        elif "context_fn" not in options:
+            set_checkpointing(module, partial(checkpoint, context_fn=keep_attention))
+        elif options["context_fn"] is not keep_attention:
+            reason = "checkpointing has a context_fn already"
+    return reason
 
 
 def _wrong_settings(trainer: Any) -> ValueError | None:

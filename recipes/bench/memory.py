@@ -52,6 +52,7 @@ class Step:
     ring_size: int = 1
     parallel: Any = "ddp"
     checkpointing: bool = True
+    keep_attention: bool = True
     offload: bool = False
     pattern: str = "exact"
     mlp_tokens_at_once: int = 0
@@ -61,6 +62,7 @@ class Step:
         words = [f"{self.seq_len} on {self.ring_size}{of}", "fsdp2" * (self.parallel == "fsdp2")]
         words += [
             "saved" * (not self.checkpointing),
+            "attention twice" * (not self.keep_attention),
             "offload" * self.offload,
             "slices" * (self.mlp_tokens_at_once > 0),
         ]
@@ -77,7 +79,7 @@ ALL_STEPS = [
 ]
 
 
-def model_of(shape: Shape, tokens: int, checkpointing: bool = True) -> Any:
+def model_of(shape: Shape, tokens: int, checkpointing: bool = True, keep_attention: bool = True) -> Any:
     """Returns a Llama of 4 layers with the heads of the shape, with random weights, which are always the same."""
     torch.manual_seed(0)
     width = shape.heads * shape.head_dim
@@ -86,7 +88,8 @@ def model_of(shape: Shape, tokens: int, checkpointing: bool = True) -> Any:
     config = LlamaConfig(**sizes, **heads, max_position_embeddings=tokens, use_cache=False)
     model = LlamaForCausalLM(config).to(shape.device, getattr(torch, shape.dtype)).train()
     if checkpointing:  # Transformers 5.23 renamed it.
-        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        options = {"use_reentrant": False} | ({"context_fn": ra.keep_attention} if keep_attention else {})
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(options)
     return model
 
 
@@ -113,8 +116,8 @@ def _parts(shape: Shape, step: Step) -> dict[str, int]:
     gc.collect()
     start = held_memory(shape.device)
     ring = ra.Ring() if step.ring_size == step.devices else ra.Ring.alone()
-    model = ra.patch_model(model_of(shape, step.seq_len, step.checkpointing), step.pattern, ring=ring)
-    model = ra.sliced_mlp(model, step.mlp_tokens_at_once or None)
+    model = model_of(shape, step.seq_len, step.checkpointing, step.keep_attention)
+    model = ra.sliced_mlp(ra.patch_model(model, step.pattern, ring=ring), step.mlp_tokens_at_once or None)
     ids = torch.randint(8192, (1, step.seq_len), generator=torch.Generator().manual_seed(1)).to(shape.device)
     trained, backward, optimizer = in_parallel(model, step)
     kept = 0

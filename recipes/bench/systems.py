@@ -1,7 +1,8 @@
-"""A training step of a small model: sparse and exact, over rings, with a loader that cuts rows, and data parallel.
+"""A training step of a small model: sparse and exact, over rings, with a loader that cuts rows, data parallel, checkpointed.
 
 A small CPU:        python recipes/bench/systems.py
 As in the figures:  python recipes/bench/systems.py --tokens 8k --hybrid-tokens 8k --repeats 5
+Checkpointing:      python recipes/bench/systems.py --parts checkpointing --checkpointed-tokens 16k --repeats 5
 Eight GPUs:         python recipes/bench/systems.py --ranks 8 --tokens 64k --dtype bfloat16
 
 All take turns, from the same weights, and each process has one thread, or one GPU. While one process computes alone, the
@@ -11,6 +12,7 @@ A ring computes what one process does: the error compares its first two losses.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import cycle
@@ -19,8 +21,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from memory import model_of
-from timing import Shape, alternate, clock, launch, median, of_all_ranks, options, ratio, table
+from memory import MIB, model_of
+from timing import (
+    Shape,
+    alternate,
+    clock,
+    held_memory,
+    launch,
+    median,
+    of_all_ranks,
+    options,
+    ratio,
+    reset_peak,
+    return_memory_at_once,
+    table,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -114,17 +129,49 @@ def steps_of_hybrid(shape: Shape, tokens: int, model_type: str, repeats: int) ->
     return measure(make, [(ALONE, "exact"), (RING, "exact")], tokens, repeats, shape.device)
 
 
+def checkpointed_steps(shape: Shape, tokens: int, repeats: int) -> Any:
+    """Returns seconds and processor seconds with their ratios, and the peak, of steps with kept attention and without it."""
+    return_memory_at_once()
+    ways = {"computed again": False, "kept": True}
+    models = {name: model_of(shape, tokens, True, keeps) for name, keeps in ways.items()}
+    steps = {name: step_of(RING, "exact", model, tokens) for name, model in models.items()}
+
+    def measured(step: Callable[[], float]) -> tuple[float, float, float]:
+        before, start = reset_peak(shape.device), time.process_time()
+        seconds, _ = clock(step, shape.device)
+        peak, busy = held_memory(shape.device, peak=True) - before, time.process_time() - start
+        return max(of_all_ranks(peak)) / MIB, max(of_all_ranks(busy)), seconds
+
+    runs = alternate({name: partial(measured, step) for name, step in steps.items()}, repeats)
+    first = next(iter(ways))
+    rows = []
+    for name in ways:
+        times = [of for part in (2, 1) for of in (median(runs, name, part), ratio(runs, first, name, part))]
+        rows.append([name, *times, median(runs, name, 0)])
+    return rows
+
+
 def main(words: Sequence[str] | None = None) -> None:
-    """Measures, and prints a table for each model."""
-    numbers = {"tokens": "1k", "hybrid_tokens": "512", "repeats": 3, "ranks": 2, "no_hybrids": False}
-    args, shape = options(__doc__ or "", words, patterns=PATTERNS, **numbers)
+    """Measures, and prints a table for each model of the chosen parts."""
+    numbers = {"tokens": "1k", "hybrid_tokens": "512", "checkpointed_tokens": "1k", "repeats": 3, "ranks": 2}
+    parts = ["systems", "hybrids", "checkpointing"]
+    args, shape = options(__doc__ or "", words, patterns=PATTERNS, parts=parts, **numbers)
     setting = (
         f"{args.ranks} processes, medians of {args.repeats} turns; times as fast: tokens a second over the first row"
     )
     headings = "system|attention|step\ns|tokens\na second|times\nas fast|error of\nthe loss"
-    rows = launch(steps_of_llama, args.ranks, shape, args.tokens, args.patterns, args.repeats, device=args.device)
-    table(f"Llama, 4 layers of width {args.heads * args.head_dim}, rows of {args.tokens}; {setting}", headings, rows)
-    for model_type in () if args.no_hybrids else HYBRIDS:
+    llama = f"Llama, 4 layers of width {args.heads * args.head_dim}"
+    if "systems" in args.parts:
+        rows = launch(steps_of_llama, args.ranks, shape, args.tokens, args.patterns, args.repeats, device=args.device)
+        table(f"{llama}, rows of {args.tokens}; {setting}", headings, rows)
+    if "checkpointing" in args.parts:
+        sizes = (args.checkpointed_tokens, args.repeats)
+        rows = launch(checkpointed_steps, args.ranks, shape, *sizes, device=args.device)
+        title = f"{llama}, checkpointed, exact, rows of {args.checkpointed_tokens} on a ring of {args.ranks}"
+        title += f"; medians of {args.repeats} turns, ratios in the same turn"
+        heads = "attention in backward|step\ns|times\nas fast|processor\ns|times\nas fast|peak of a step\nMiB"
+        table(title, heads, rows, "processor: seconds of the busiest process, which other programs change least")
+    for model_type in HYBRIDS if "hybrids" in args.parts else ():
         sizes = (args.hybrid_tokens, model_type, args.repeats)
         rows = launch(steps_of_hybrid, args.ranks, shape, *sizes, device=args.device)
         table(f"{model_type}, 4 layers of width 512, rows of {args.hybrid_tokens}; {setting}", headings, rows)

@@ -16,6 +16,7 @@ from hf_ring_attention.cli import main as cli
 from hf_ring_attention.cost.memory import layer_memory
 from hf_ring_attention.cost.questions import bound_of_peak, longest_sequence, next_switches, smallest_ring
 from hf_ring_attention.cost.shape import shape_of_model
+from tests.support.live_bytes import LiveBytes
 from tests.support.ranks import TIMEOUT, forked
 from tests.support.tiny_models import tiny_config
 
@@ -98,6 +99,42 @@ def test_a_layer_saves_what_autograd_saves(dtype, ranks, slices):
     assert measured == [memory.saved] * ranks
 
 
+@pytest.mark.parametrize(
+    ("dtype", "ranks", "transport"),
+    [
+        (torch.float32, 1, "auto"),
+        (torch.bfloat16, 2, "ring"),
+        (torch.bfloat16, 2, "collective"),
+        (torch.float32, 2, "heads"),
+    ],
+)
+def test_checkpointing_keeps_what_is_counted(dtype, ranks, transport):
+    """The bytes of live tensors behind a forward pass, with kept attention and without."""
+    tokens, ids = 64, torch.arange(64)[None]
+
+    def held(ring, keeps):
+        model = ra.patch_model(model_of(Shape(4, 2), tokens, keep_attention=keeps).to(dtype), "exact", ring=ring)
+        model(ids, labels=ids).loss.backward()  # The first call makes the plan.
+        with LiveBytes() as live:
+            loss = model(ids, labels=ids).loss
+            now = live.now
+        loss.backward()
+        return now
+
+    def kept(ring):
+        return held(ring, True) - held(ring, False)
+
+    measured = [kept(ra.Ring.alone())] if ranks == 1 else ra.run_simulated(kept, ranks, transport=transport)
+    config, setting = model_of(Shape(4, 2), tokens).config, {"devices": ranks, "transport": transport, "dtype": dtype}
+    answer = ra.estimate(config, tokens, **setting)
+    memory = layer_memory(answer.shape, answer.shape.layers[0], answer.setting, whole=ranks == 1)
+    assert measured == [4 * memory.kept * tokens // ranks] * ranks
+    assert (
+        ra.estimate(config, tokens, **setting, keep_attention=False).phases["loss"]
+        == answer.phases["loss"] - measured[0]
+    )
+
+
 def test_buffers_are_those_of_explain():
     """Each pattern is planned by itself."""
     assert len(ra.estimate(tiny_config("gpt_oss"), 64).exchanges) == 2
@@ -128,6 +165,9 @@ def test_every_switch_takes_memory_from_the_device():
     assert {"checkpointing", "offload", "parallel", "ring_size", "offload_optimizer", "sliced_mlp(model,"} <= {*names}
     experts = ra.estimate(LLAMA_8B | {"model_type": "mixtral"}, 131072, checkpointing=False)
     assert not any("sliced_mlp" in one.name for one in next_switches(experts))
+    assert {"checkpointing", "offload", "parallel", "ring_size", "offload_optimizer"} <= {*names}
+    kept = ra.estimate(LLAMA_8B, 131072, devices=8)
+    assert "keep_attention" in [one.name.split("=")[0] for one in next_switches(kept)]
     gains = [one.gain for one in next_switches(plain)]
     assert gains == sorted(gains, reverse=True)
     shared = {"devices": 8, "ring_size": 4}
@@ -136,7 +176,8 @@ def test_every_switch_takes_memory_from_the_device():
         for checkpointing, offload in ((False, False), (True, False), (True, True))
     )
     assert whole.peak > checkpointed.peak > offloaded.peak
-    assert offloaded.host == 32 * 4096 * 2 * 131072 // 4 and plain.host == 0
+    # The input of each layer, and the output and the log-sum-exp of its attention.
+    assert offloaded.host == 32 * (4096 * 2 + 4096 * 2 + 32 * 4) * 131072 // 4 and plain.host == 0
 
 
 def test_the_parts_are_the_peak():
@@ -186,7 +227,7 @@ def test_the_longest_sequences_of_the_guide():
 
 
 def test_the_smallest_ring_holds_the_sequence_and_half_of_it_does_not():
-    answer = ra.estimate(LLAMA_8B, 1 << 19, devices=16, memory=60 * 10**9)
+    answer = ra.estimate(LLAMA_8B, 1 << 19, devices=16, memory=80 * 10**9)
     size, devices = smallest_ring(answer)
     assert devices == 16 and 1 < size < 16
     fitting = dataclasses.replace(answer.setting, ring_size=size)
@@ -294,8 +335,10 @@ def test_an_estimate_is_near_the_peak_of_a_real_step(bench_in_this_process):
     [
         Step(2048, checkpointing=False, pattern="window:256"),
         Step(8192, pattern="window:256"),
+        Step(8192, pattern="window:256", keep_attention=False),
         Step(4096, offload=True),
         Step(8192, 2, 2, pattern="window:256"),
+        Step(8192, 2, 2, pattern="window:256", keep_attention=False),
         Step(4096, 2, 2, checkpointing=False),
         Step(8192, 4, 4),
         Step(8192, 2, 2, "fsdp2"),

@@ -86,7 +86,8 @@ def test_peers(tables):
 
 
 def test_systems(tables):
-    (rows,) = tables("systems", "--tokens", "128", *ONCE, "--patterns", "window:64", "--no-hybrids")
+    words = "--tokens 128 --checkpointed-tokens 256 --patterns window:64 --parts systems checkpointing".split()
+    rows, checkpointed = tables("systems", *words, *ONCE)
     (_, seconds, tokens, one, _), plain, *others = rows
     assert tokens == pytest.approx(128 / seconds, rel=0.02) and one == 1
     assert plain[2] == pytest.approx(2 * 128 / plain[1], rel=0.02), "a row on each process"
@@ -95,6 +96,10 @@ def test_systems(tables):
         assert tokens == pytest.approx(128 / seconds, rel=0.02)
         assert faster == pytest.approx(rows[0][1] / seconds, rel=0.03)
         assert math.isnan(error) or error < 1e-4
+    (_, again, one, *busy), (name, kept, faster, *busy_kept, peak) = checkpointed
+    assert name == "kept" and one == busy[1] == 1 and peak > 0
+    assert faster == pytest.approx(again / kept, rel=0.03)
+    assert busy_kept[1] == pytest.approx(busy[0] / busy_kept[0], rel=0.03)
 
 
 def test_operations(tables):
