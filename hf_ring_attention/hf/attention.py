@@ -94,7 +94,8 @@ def ring_dilated_attention(
     if torch.compiler.is_dynamo_compiling():
         attachment, named = attachment_of(module), names_rows_in_graph(attention_mask)
         others = [name for name, x in kwargs.items() if x is not None and x is not False and name != CALL]
-        if attachment is not None and attachment.in_graphs and named and "is_causal" not in others:
+        plain = "is_causal" not in others and getattr(module, TAP, None) is None
+        if attachment is not None and attachment.in_graphs and named and plain:
             numbers = [float(torch.is_grad_enabled()), *(math.nan if x is None else float(x) for x in settings)]
             text = f"{attachment.number} {' '.join(others)}"
             out, _ = torch.ops.hf_ring_attention.attend(query, key, value, s_aux, attention_mask, 0, text, numbers)
@@ -357,7 +358,7 @@ def _check_call(
         raise ValueError(
             f"{name}: output_attentions=True was asked for, but ring_dilated never forms the attention weights: use 'eager'"
         )
-    passed = _strings_of(type(module).forward)
+    passed = strings_of(type(module).forward)
     for argument, present in kwargs.items():
         # Transformers passes every entry of a batch on to here. Only those that the layer's own code names have a meaning.
         if present is not None and argument not in _KNOWN and (argument in passed or argument in _REFUSED):
@@ -384,7 +385,7 @@ def _check_call(
 
 
 @functools.cache
-def _strings_of(forward: Callable[..., Any]) -> frozenset[str]:
+def strings_of(forward: Callable[..., Any]) -> frozenset[str]:
     """Returns the strings in the code of a layer's forward, the names of the arguments that it passes on among them."""
     code = getattr(inspect.unwrap(forward), "__code__", None)
     constants = () if code is None else code.co_consts

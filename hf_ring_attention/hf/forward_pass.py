@@ -156,7 +156,7 @@ def number_of(mask: Tensor | None) -> int | None:
 
 def names_rows_in_graph(mask: Any) -> bool:
     """Returns whether a mask is the number of the rows of a call inside a graph."""
-    return isinstance(mask, Tensor) and mask.dim() == 4 and mask.dtype == NUMBER_IN_GRAPHS
+    return isinstance(mask, Tensor) and mask.dim() == 4 and mask.numel() == 1 and mask.dtype == NUMBER_IN_GRAPHS
 
 
 @contextmanager

@@ -8,7 +8,6 @@ images, recurrent layers, a loss of one's own, the heads transport) break the gr
 from __future__ import annotations
 
 import inspect
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -25,7 +24,7 @@ from ..ring.attention import CallsInGraph
 from ..ring.operator import CALLS, check_not_traced, define
 from ..ring.ring import Ring
 from ..ring.shards import RINGS, shard_of, whole_of
-from .attention import call_in_graph
+from .attention import call_in_graph, strings_of
 from .call_rows import find_rows
 from .config import patterns_of_layers
 from .forward_pass import CALL, NUMBER_IN_GRAPHS, Call, ForwardPass, names_rows_in_graph
@@ -34,7 +33,7 @@ from .join import LOGITS_NOT_FORMED
 from .lm_loss import IGNORED
 from .masks import Tokens, tokens_of
 from .registration import IMPLEMENTATION
-from .rows import first_position, places_of
+from .rows import documents_from_mask, first_position, places_of
 from .support import calls_loss_function
 from .wrappers import MODULES, attached_ring, attachment_of, runner_of
 
@@ -54,6 +53,9 @@ def fits_a_graph(model: PreTrainedModel, ring: Ring | None) -> bool:
     is_decoder = config.get_text_config() is model.config and all(
         getattr(x, "is_causal", True) for x in runner.modules()
     )
+    # A window in the mask function alone is lost with its mask.
+    in_mask = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
+    named = any("sliding_window" in strings_of(type(module).forward) for module in runner.modules())
     counts_tokens = places_of(runner) is not None or first_position(runner) > 0
     looks_at_rows = getattr(config, "attn_temperature_tuning", False) or getattr(config, "output_router_logits", False)
     takes_positions = "position_ids" in inspect.signature(runner.forward).parameters
@@ -62,6 +64,7 @@ def fits_a_graph(model: PreTrainedModel, ring: Ring | None) -> bool:
         is_decoder
         and takes_positions
         and config.model_type not in MIXERS
+        and (named or not in_mask)
         and not (counts_tokens or looks_at_rows or exchanges_heads)
     )
 
@@ -75,32 +78,39 @@ def loss_fits_parts(model: PreTrainedModel) -> bool:
 
 
 class RowsInGraph(CallsInGraph):
-    """The rows of a call inside a graph, as a number in place of its mask names them, and the calls of its layers."""
+    """The rows of a call inside a graph, and the calls of its layers; a number in place of the mask names them."""
 
     def __init__(self, now: ForwardPass, tokens: Tokens) -> None:
         super().__init__(partial(call_in_graph, now, tokens))
         self.tokens, self._forward_pass = tokens, now
 
     def forget(self) -> None:
-        """Drops the plans; a backward pass that still comes plans again."""
+        super().forget()
         self._forward_pass.calls.clear()
-        self.waiting.clear()
 
 
-#: The last forward passes in graphs, which alone keep their plans.
-_RECENT: deque[RowsInGraph] = deque()
-_PASSES_WITH_PLANS = 4
-
-
-def _begin(tokens: Tensor, mask: Tensor | None, positions: Tensor | None, model: str, recorded: bool) -> Tensor:
+def _begin(
+    tokens: Tensor,
+    mask: Tensor | None,
+    positions: Tensor | None,
+    labels: Tensor | None,
+    count: Tensor | None,
+    model: str,
+    recorded: bool,
+) -> Tensor:
     """Finds the rows of a call, once all ranks have come with equal calls; returns their number as a mask."""
     runner: Any = runner_of(MODULES[int(model)])  # type: ignore[arg-type]
     name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
     kwargs = {name: tokens, "attention_mask": mask, "position_ids": positions}
+    kwargs |= {"labels": labels, "num_items_in_batch": count}
     now = ForwardPass(runner, runner, attached_ring(runner), Call(), own_patterns=patterns_of_layers(runner.config))
     with torch.set_grad_enabled(recorded):
         find_rows(now, kwargs, multiple=2 * (1 if now.ring is None else now.ring.world_size))
-    found = Tokens(now.documents) if now.documents is not None else tokens_of(mask)
+    found = Tokens(now.documents) if now.documents is not None else tokens_of(None if mask is None else mask != 0)
+    if now.layout is None and mask is None and positions is not None:
+        # Without a mask, documents follow the rule of Transformers: each begins where positions do not count on.
+        numbers = F.pad((positions.diff(dim=1) != 1).cumsum(1), (1, 0)) + 1
+        found = Tokens(documents_from_mask(numbers.expand(tokens.shape[0], -1)))
     if found.valid is not None:
         raise NotImplementedError(
             f"{type(runner).__name__} in one graph got padding inside a document: pad before or after it, or call the model "
@@ -108,9 +118,6 @@ def _begin(tokens: Tensor, mask: Tensor | None, positions: Tensor | None, model:
         )
     now.runner = now.module = None  # Facts that wait for a backward pass keep no model alive.
     rows = RowsInGraph(now, replace(found, layout=now.layout))
-    _RECENT.append(rows)
-    if len(_RECENT) > _PASSES_WITH_PLANS:
-        _RECENT.popleft().forget()
     return torch.tensor([[[[CALLS.add(rows, keep=True)]]]], dtype=NUMBER_IN_GRAPHS)
 
 
@@ -137,7 +144,11 @@ def _fake_tokens_of_ranks(call: Tensor, ring: int, batch: int, length: int) -> t
     return call.new_empty(batch, local), call.new_empty(batch, length)
 
 
-define("begin(Tensor tokens, Tensor? mask, Tensor? positions, str model, bool recorded) -> Tensor", _begin, _fake_begin)
+define(
+    "begin(Tensor tokens, Tensor? mask, Tensor? positions, Tensor? labels, Tensor? count, str model, bool recorded) -> Tensor",
+    _begin,
+    _fake_begin,
+)
 define(
     "tokens_of_ranks(Tensor call, int ring, SymInt batch, SymInt length) -> (Tensor, Tensor)",
     _tokens_of_ranks,
@@ -153,15 +164,23 @@ def in_graph(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     attachment = attachment_of(module)
     if attachment is None or not torch.compiler.is_dynamo_compiling():
         return False
-    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    mask, positions, labels = (kwargs.get(name) for name in ("attention_mask", "position_ids", "labels"))
     alone = attachment.ring is None or attachment.ring.world_size == 1
     known = (*_ARGUMENTS, "shift_labels") if alone else _ARGUMENTS
-    rows = len(args) == 0 or (len(args) == 1 and isinstance(args[0], Tensor))
+    tokens = [x for x in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None]
+    if len(tokens) != 1 or not isinstance(tokens[0], Tensor) or tokens[0].dim() < 2:
+        return False
     described = (mask is None or mask.dim() == 2) and (positions is None or positions.dim() == 2)
-    new_cache = not alone and kwargs.get("use_cache") is True  # Every rank would compute whole rows.
+    of_tokens = labels is None or alone or labels.shape == tokens[0].shape[:2]
+    # Every rank would compute whole rows into a new cache; and results are joined by their names.
+    whole = (
+        kwargs.get("use_cache") is True
+        or kwargs.get("return_dict") is False
+        or not getattr(module.config, "return_dict", True)
+    )
     ours = attachment.in_graphs and not attachment.runs and implementation_of(module.config) == IMPLEMENTATION
     given = [name for name, x in kwargs.items() if x is not None and x is not False]
-    return ours and rows and described and not new_cache and all(name in known for name in given)
+    return ours and described and of_tokens and (alone or not whole) and all(name in known for name in given)
 
 
 def begin_in_graph(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -172,15 +191,20 @@ def begin_in_graph(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     assert attachment is not None
     ring, mask, is_decoder = attachment.ring, kwargs.get("attention_mask"), attachment.is_decoder
     alone = ring is None or ring.world_size == 1
-    if not is_decoder and (alone or not _has_loss_of_part(module, kwargs)):
+    if not is_decoder and alone:
         return kwargs
     ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     tokens: Any = ids if embeds is None else embeds
     if not names_rows_in_graph(mask):
+        labels, count = kwargs.get("labels"), kwargs.get("num_items_in_batch")
+        if count is not None and not isinstance(count, Tensor):
+            count = torch.full((1,), count)
         mask = torch.ops.hf_ring_attention.begin(
-            tokens, mask, kwargs.get("position_ids"), attachment.number, torch.is_grad_enabled()
+            tokens, mask, kwargs.get("position_ids"), labels, count, attachment.number, torch.is_grad_enabled()
         )
         kwargs = {**kwargs, "attention_mask": mask}
+    if not is_decoder and not _has_loss_of_part(module, kwargs):
+        return kwargs
     if ring is None or alone:
         return kwargs
     batch, length = tokens.shape[:2]

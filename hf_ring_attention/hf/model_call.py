@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..compute.private import (
     calling_frame,
@@ -274,6 +275,7 @@ def end_call(now: ForwardPass, kwargs: dict[str, Any], output: Any) -> Any:
     now.frame = None
     if now.head is not None:
         now.head.unwatch()
+        now.module.loss_function = ForCausalLMLoss
     if output is None:  # The forward pass raised an error, which must not be replaced.
         return None
     _check_attended(now, output)

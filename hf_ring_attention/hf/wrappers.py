@@ -24,7 +24,7 @@ _ATTACHMENT = "_ring_dilated"
 _PATCHED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 #: The modules of patched models, by the numbers that name them in graphs.
-MODULES: Numbered[nn.Module] = Numbered()
+MODULES: Numbered[nn.Module] = Numbered("the model of this graph is gone: compile the model again")
 
 #: The name that Transformers and Accelerate give to the mesh dimension along which they divide heads.
 _NAME = "tp"

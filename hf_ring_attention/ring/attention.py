@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.torch_version import TorchVersion
 
 from ..compute.binding import bind_own
@@ -22,13 +24,13 @@ from ..transport.agreement import Agreement
 from ..transport.heads import HeadsTransport
 from ..transport.transports import LocalTransport
 from .engine import AllGradients, Execution, ForwardResults
-from .operator import CALLS, UNTRACEABLE, GraphLayer, check_not_traced
+from .operator import CALLS, UNTRACEABLE, GraphLayer, check_not_traced, define
 from .planner import CallKey
 from .ring import Ring, is_recorded
 
 _ALONE = Ring.alone()
-#: The calls of `ring_attention` in graphs, which may run at any time.
-_TRACED: list[CallsInGraph] = []
+#: The checks of the calls of `ring_attention` in graphs, which may run at any time.
+_TRACED: list[Callable[..., CheckedCall]] = []
 
 #: The name of a call of attention when ranks compare their calls, here or in a model that refuses its part.
 FORWARD = "a forward pass of attention"
@@ -96,7 +98,7 @@ def ring_attention(
     elif (
         _OBJECTS_ARE_CONSTANTS and layout is None and documents is None and (ring is None or ring.transport != "heads")
     ):
-        call = torch.full((1,), _number_in_graphs(*arguments))
+        call = torch.ops.hf_ring_attention.begin_call(q, _number_in_graphs(*arguments))
         out, lse = torch.ops.hf_ring_attention.attend(q, k, v, sinks, call, 0, "", [float(torch.is_grad_enabled())])
     else:  # Rows of their own would need a graph of their own.
         out, lse = _ring_attention_at_a_break(q, k, v, sinks, arguments, return_lse)
@@ -121,9 +123,20 @@ def _number_in_graphs(*arguments: Any) -> int:
         options = Options(*arguments)._replace(recorded_in_graph=layer.recorded)
         return checked_call(q, k, v, sinks, options)
 
-    source = CallsInGraph(check)
-    _TRACED.append(source)
-    return CALLS.add(source)
+    _TRACED.append(check)
+    return len(_TRACED) - 1
+
+
+def _begin_call(q: Tensor, number: int) -> Tensor:
+    """Returns the number of one run of a call of `ring_attention` in a graph."""
+    return torch.tensor([CALLS.add(CallsInGraph(_TRACED[number]), keep=True)])
+
+
+def _fake_begin_call(q: Tensor, number: int) -> Tensor:
+    return torch.empty(1, dtype=torch.int64, device="cpu")
+
+
+define("begin_call(Tensor q, int number) -> Tensor", _begin_call, _fake_begin_call)
 
 
 class Options(NamedTuple):
@@ -150,54 +163,86 @@ class Options(NamedTuple):
 
 
 class CallsInGraph:
-    """A source of calls inside a graph, which are checked and planned when they come.
+    """The calls of one run of a graph, which are checked and planned when they come, and kept for their backward passes.
 
-    Its calls that recorded gradients wait for their backward pass, which plans again if another one has taken the call.
+    The last runs alone keep their plans; a backward pass of an earlier one plans again.
     """
 
     def __init__(self, check: Callable[..., CheckedCall]) -> None:
-        self._check = check
-        self.waiting: dict[Any, CheckedCall] = {}
+        self._check, self._number = check, 0
+        self._calls: dict[Any, CheckedCall] = {}
+        _RECENT.append(self)
+        if len(_RECENT) > _RUNS_WITH_PLANS:
+            _RECENT.popleft().forget()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layer: GraphLayer) -> ForwardResults:
         """Checks, plans and computes the operator."""
         call = self._check(q, k, v, sinks, layer)
         if call.recorded:
-            self.waiting[(layer.text, q.shape, k.shape)] = call
+            self._number = self._number or call.ring.calls.next_number()
+            self._calls[(layer.text, q.shape, k.shape)] = call
         return call.forward(q, k, v, sinks, layer)
 
     def backward(
         self, dout: Tensor, saved: list[Saved], sinks: Tensor | None, number: int, layer: GraphLayer
     ) -> AllGradients:
         """Computes the backward operator."""
-        q, k, v, _, _ = saved[0]
-        call = self.waiting.pop((layer.text, q.shape, k.shape), None) or self._check(q, k, v, sinks, layer)
-        return call.backward(dout, saved, sinks, number, layer)
+        call = self._calls[(layer.text, saved[0].q.shape, saved[0].k.shape)]
+        return call.backward(dout, saved, sinks, self._number, layer)
+
+    def forget(self) -> None:
+        """Drops the plans."""
+        for call in self._calls.values():
+            call.forget()
+
+
+#: The last runs of graphs.
+_RECENT: deque[CallsInGraph] = deque()
+_RUNS_WITH_PLANS = 4
 
 
 class CheckedCall:
     """A call of attention that was checked and planned. It serves all layers whose calls differ in their numbers only.
 
     Args:
+        plan: makes the plan, or finds it again, without messages.
         agreed: the values that all ranks have in common; its digest stands for them when ranks compare later calls.
         recorded: whether a backward pass will come.
         with_lse: as in `Options`.
     """
 
     def __init__(
-        self, ring: Ring, problem: Problem, execution: Execution, agreed: Agreement, recorded: bool, with_lse: bool
+        self,
+        ring: Ring,
+        problem: Problem,
+        plan: Callable[[], Execution],
+        agreed: Agreement,
+        recorded: bool,
+        with_lse: bool,
     ) -> None:
         self.ring, self.problem, self.recorded = ring, problem, recorded
-        self._execution, self._agreed, self._with_lse = execution, agreed, with_lse
+        self._plan, self._agreed, self._with_lse = plan, agreed, with_lse
+        self._execution: Execution | None = plan()
         self._compared = True  # The ranks have just compared this call, but not its repetitions.
         self._key = torch.tensor([CALLS.add(self)])
         names = torch.ops.hf_ring_attention
-        self._operator = (
-            names.attend_by_heads if isinstance(execution.transport, HeadsTransport) else names.attend
-        ).default
+        by_heads = isinstance(self._execution.transport, HeadsTransport)
+        self._operator = (names.attend_by_heads if by_heads else names.attend).default
+        self._takes_views = by_heads or self._execution.transport.whole is not None
+
+    def forget(self) -> None:
+        """Drops the plan, which a later pass makes again."""
+        self._execution = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns out [B, H, n, Dv] in q's dtype, and lse [B, H, n], which may be empty without `Options.with_lse`."""
+        tangents = forward_ad.unpack_dual(q)[1], forward_ad.unpack_dual(k)[1], forward_ad.unpack_dual(v)[1]
+        if tangents != (None, None, None):
+            raise RuntimeError("ring_dilated has no forward-mode derivative (jvp, jacfwd): use backward, or 'eager'")
+        if (
+            not self._takes_views
+        ):  # Views that are saved would keep more than themselves, and backward would copy them again.
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         number = self.ring.calls.next_number() if self.recorded else 0
         results = self._operator(q, k, v, sinks, self._key, number, "", ())
         return results[0], results[1]
@@ -209,18 +254,18 @@ class CheckedCall:
         self._compared = False
         if self.problem.held is not None and self.ring.world_size > 1:
             return *self._attend_to_cache(q, k, v, sinks), []
-        return self._execution.forward(q, k, v, sinks, self._with_lse)
+        return (self._execution or self._plan()).forward(q, k, v, sinks, self._with_lse)
 
     def backward(
         self, dout: Tensor, saved: list[Saved], sinks: Tensor | None, number: int, layer: GraphLayer
     ) -> AllGradients:
         """Computes the backward operator, once the ranks agree that they all run the backward pass of one call."""
         self.ring.calls.compare_backward(number)
-        return self._execution.backward(dout, saved, sinks)
+        return (self._execution or self._plan()).backward(dout, saved, sinks)
 
     def _attend_to_cache(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Attends to this rank's part of a cache. All ranks merge all parts in one order, so all go on with the same bits."""
-        out, lse, _ = self._execution.forward(q, k, v, None)
+        out, lse, _ = (self._execution or self._plan()).forward(q, k, v, None)
         assert self.ring.communicator is not None
         parts = self.ring.communicator.gather(torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], -1))
         total, total_lse = parts[0][..., :-1].contiguous(), parts[0][..., -1].contiguous()
@@ -267,13 +312,16 @@ def checked_call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options:
                 "whether gradients are recorded": recorded,
                 "documents": problem.documents,
             }
-    if held is None:
-        widths = q.shape[-1] + v.shape[-1]
-        sizes = RowBytes(widths * q.element_size(), widths * accumulation_dtype(q.dtype).itemsize)
-        transport: Any = ring.planner.transport_for(CallKey(problem, sizes, q.device, kernel.joining))
-    else:
-        transport = LocalTransport(ring.bindings.of(bind_own, problem, 0, q.device, kernel.joining))
-    return CheckedCall(ring, problem, Execution(transport, kernel, scale), call, recorded, options.with_lse)
+    widths = q.shape[-1] + v.shape[-1]
+    sizes = RowBytes(widths * q.element_size(), widths * accumulation_dtype(q.dtype).itemsize)
+    key = CallKey(problem, sizes, q.device, kernel.joining)
+
+    def plan() -> Execution:
+        if held is None:
+            return Execution(ring.planner.transport_for(key), kernel, scale)
+        return Execution(LocalTransport(ring.bindings.of(bind_own, problem, 0, key.device, key.joining)), kernel, scale)
+
+    return CheckedCall(ring, problem, plan, call, recorded, options.with_lse)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, sinks: Tensor | None) -> None:

@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,11 +21,11 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from ..compute.kept import kept_results
 from ..compute.kernel import Saved
 from ..compute.merge import accumulation_dtype
-from .engine import AllGradients, ForwardResults
+from .engine import ForwardResults
 
 _LIBRARY = torch.library.Library("hf_ring_attention", "DEF")
 
-#: The values of graphs that are kept until so many others have come: those of the last calls, whose backward may come.
+#: The last calls of graphs, whose backward passes may still come, are kept alive: so many.
 _KEPT = 256
 
 Named = TypeVar("Named")
@@ -45,9 +45,10 @@ def check_not_traced() -> None:
 
 
 class Numbered(Generic[Named]):
-    """Values by their numbers. It keeps no value alive but the last ones that graphs name."""
+    """Values by their numbers. It keeps alive only the last values that graphs name."""
 
-    def __init__(self) -> None:
+    def __init__(self, missing: str) -> None:
+        self._missing = missing
         self._values: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._numbers = itertools.count(1)
         self._kept: deque[Any] = deque(maxlen=_KEPT)
@@ -63,7 +64,7 @@ class Numbered(Generic[Named]):
     def __getitem__(self, number: int) -> Named:
         value: Named | None = self._values.get(number)
         if value is None:
-            raise RuntimeError("a mask belongs to a forward pass that is over: call the model again with its own masks")
+            raise RuntimeError(self._missing)
         return value
 
 
@@ -81,7 +82,9 @@ def define(
         backward: returns the gradients of the inputs, by what `save` has left in the context.
     """
     name = schema.partition("(")[0]
-    _LIBRARY.define(schema)
+    # A replayed CUDA graph would repeat the plan of the first batch, and send no messages.
+    unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
+    _LIBRARY.define(schema, tags=() if unsafe is None else (unsafe,))
     _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     if fake is not None:
         torch.library.register_fake(f"hf_ring_attention::{name}", fake, lib=_LIBRARY)
@@ -101,25 +104,17 @@ class GraphLayer(NamedTuple):
         return bool(self.numbers[0])
 
 
-class CallSource(Protocol):
-    """A number in a graph: a call that was checked already, or one that is checked when it comes."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layer: GraphLayer) -> ForwardResults:
-        """Returns out, lse and, for the heads transport, the tensors that backward needs."""
-
-    def backward(self, dout: Tensor, saved: list[Saved], sinks: Tensor | None, number: int, layer: str) -> AllGradients:
-        """Returns the gradients of q, k, v and sinks, of a call with this number among those that recorded gradients."""
-
-
-#: What tensors name: calls (`CallSource`), and the facts of masks.
-CALLS: Numbered[Any] = Numbered()
+#: What tensors name: calls (`CheckedCall`, `CallsInGraph`), and the facts of masks.
+CALLS: Numbered[Any] = Numbered(
+    "this mask or graph belongs to a forward pass that is over, or to one of too many that wait: call the model again"
+)
 
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Tensor, number: int, text: str, numbers: list[float]
 ) -> tuple[Tensor, Tensor]:
     out, lse, _ = CALLS[int(call)].forward(q, k, v, sinks, GraphLayer(text, tuple(numbers)))
-    return out, lse
+    return (out.contiguous(), lse.contiguous()) if numbers else (out, lse)  # Graphs are made for these strides.
 
 
 def _attend_by_heads(
@@ -135,6 +130,8 @@ def _attend_backward(
     passes = [Saved(*tensors) for tensors in zip(*[iter(saved)] * 5)]
     *grads, dsinks = CALLS[int(call)].backward(dout, passes, sinks, number, GraphLayer(text, tuple(numbers)))
     dq, dk, dv = (grad.to(dout.dtype) for grad in grads)
+    if numbers:
+        dq, dk, dv = dq.contiguous(), dk.contiguous(), dv.contiguous()
     return dq, dk, dv, dout.new_empty(0) if dsinks is None else dsinks
 
 

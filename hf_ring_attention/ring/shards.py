@@ -83,7 +83,7 @@ class Exchange(Protocol):
 
 
 #: The rings that operators name by their numbers.
-RINGS: Numbered[Exchange] = Numbered()
+RINGS: Numbered[Exchange] = Numbered("the ring of this graph is gone: compile the model again")
 
 
 def _side_by_side(local: Tensor, ring: int, dim: int, number: int = 0) -> Tensor:

@@ -57,9 +57,12 @@ def sliced_mlp(model: Model, tokens_at_once: int | None = 32768) -> Model:
     """
     if tokens_at_once is not None:
         check_count("sliced_mlp", "tokens_at_once", tokens_at_once)
-    for path, module in _mlps_of(inner_model(model, "sliced_mlp")).items():
+    mlps = _mlps_of(inner_model(model, "sliced_mlp"))
+    for path, module in mlps.items():
         _check_gathered_together(path, module)
-        gather_as_one(module)
+    for module in mlps.values():
+        if tokens_at_once is not None:
+            gather_as_one(module)
         now = vars(module).pop("forward", None)
         own = now.own if isinstance(now, _SlicedForward) else now
         forward = own if tokens_at_once is None else _SlicedForward(module, own, tokens_at_once)
@@ -72,10 +75,11 @@ def _mlps_of(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Returns the MLPs of a model's decoder by their paths; refuses a model with experts, or without MLPs."""
     found: dict[str, nn.Module] = {}
     for path, module in decoder_of(model).named_modules():
-        if isinstance(module, nn.ModuleList) or any(word in path for word in SENSES):
+        if isinstance(module, (nn.ModuleList, FullyShardedDataParallel)) or any(word in path for word in SENSES):
             continue
-        # The name of a module in a list is the name of the list.
-        names = class_of_transformers(module).__name__, re.sub(r"(\.\d+)+$", "", path).rpartition(".")[2]
+        # The name of a module in a list, or in FSDP's wrapper, is the name of the list or wrapper.
+        outer = re.sub(r"(\.(\d+|_fsdp_wrapped_module))+$", "", path)
+        names = class_of_transformers(module).__name__, outer.rpartition(".")[2]
         if any(map(_EXPERTS.search, names)):
             raise NotImplementedError(
                 f"sliced_mlp: {path} ({names[0]}) sends tokens to experts, which may depend on all tokens: use checkpointing "
@@ -134,4 +138,8 @@ class _SlicedForward:
             return compute(*values)
         run = partial(checkpoint, compute, use_reentrant=False) if torch.is_grad_enabled() else compute
         slices = zip(*(x.split(length, -2) if isinstance(x, Tensor) else repeat(x) for x in values))
-        return torch.cat([run(*of_slice) for of_slice in slices], -2)
+        device = next(x.device.type for x in values if isinstance(x, Tensor))
+        # From its cache, all slices would share one cast of each weight, and their gradients would be added in its dtype.
+        dtype, on = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        with torch.autocast(device, dtype, on, cache_enabled=False):
+            return torch.cat([run(*of_slice) for of_slice in slices], -2)

@@ -12,7 +12,9 @@ from transformers import MistralConfig, MistralForCausalLM
 import hf_ring_attention as ra
 from hf_ring_attention.compute.private import checkpoint_activations
 from hf_ring_attention.hf.join import NotFormed
+from hf_ring_attention.hf.wrappers import attachment_of
 from tests.support.ranks import run_ranks
+from tests.support.tiny_models import tiny_model
 from tests.support.tolerance import EXACT, distance, gradients_distance
 from tests.support.training import tiny_llama
 
@@ -65,6 +67,14 @@ def same(found, expected):
     assert gradients_distance(found[1], expected[1]) <= EXACT
 
 
+def averaged(results):
+    """The loss, and the mean of the ranks' gradients, as DDP takes it."""
+    for x in results[1].values():
+        dist.all_reduce(x)
+        x /= dist.get_world_size()
+    return results
+
+
 def in_windows():
     """A model whose layers have windows of their own, and fewer heads of keys."""
     sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
@@ -102,11 +112,7 @@ def _on_a_ring(rank):
         for length in lengths:
             for kind in kinds:
                 rows = batch(length, kind)
-                loss, gradients = step(call, model, rows, with_labels)
-                for x in gradients.values():
-                    dist.all_reduce(x)
-                    x /= dist.get_world_size()
-                same((loss, gradients), step(alone, alone, rows, with_labels))
+                same(averaged(step(call, model, rows, with_labels)), step(alone, alone, rows, with_labels))
             counts.append(counter.frame_count)
         assert counts[0] == counts[-1], "every length was compiled anew"
     with torch.no_grad():
@@ -119,7 +125,6 @@ def test_over_a_ring():
     run_ranks(_on_a_ring, 2)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def _breaking(rank, limit):
     """Calls that graphs hold and others in turn, with and without compilations left, against one process."""
     alone = ra.patch_model(tiny_llama(PATTERN).double())
@@ -131,6 +136,7 @@ def _breaking(rank, limit):
         {"output_hidden_states": True},
         {"logits_to_keep": 3},
         {"use_cache": True},
+        {"return_dict": False},
         {"labels": ids, "attention_mask": torch.ones_like(ids)},
     ]
     torch._dynamo.reset()
@@ -138,6 +144,9 @@ def _breaking(rank, limit):
         call = torch.compile(model, backend="aot_eager")
         for arguments in (*calls, *calls):
             found, expected = (x(ids, **{"use_cache": False, **arguments}) for x in (call, alone))
+            if "return_dict" in arguments:
+                assert distance(found[0], expected[0]) <= EXACT
+                continue
             if "labels" in arguments:
                 assert abs(found.loss - expected.loss) <= LOSS * expected.loss
                 continue
@@ -151,16 +160,18 @@ def test_graphs_that_break_over_a_ring(limit):
     run_ranks(_breaking, 2, limit)
 
 
-def test_by_inductor(monkeypatch):
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.parametrize("pattern", ["exact", PATTERN])
+def test_by_inductor(pattern):
     """Compiled code in float32, against float64; the error of the model without torch.compile bounds it."""
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "g++"))  # tests/conftest.py names none
-    rows, exact = batch(48, "padded"), ra.patch_model(tiny_llama(PATTERN).double())
-    model = ra.patch_model(tiny_llama(PATTERN))
+    rows = batch(48, "padded" if pattern == PATTERN else "plain")
+    exact, model = ra.patch_model(tiny_llama(pattern).double()), ra.patch_model(tiny_llama(pattern))
     torch._dynamo.reset()
     call = torch.compile(model, fullgraph=True)
     _, expected = step(exact, exact, rows)
     allowed = 8 * gradients_distance(step(model, model, rows)[1], expected)
-    assert gradients_distance(step(call, model, rows)[1], expected) <= allowed
+    with torch._inductor.config.patch({"cpp.cxx": (None, "g++")}):  # tests/conftest.py names none
+        assert gradients_distance(step(call, model, rows)[1], expected) <= allowed
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -179,6 +190,64 @@ def test_checkpointed_layers(kept, monkeypatch):
         passes.clear()
         same(step(call, model, batch(40, "plain")), expected)
         assert len(passes) == (2 if kept else 4)
+
+
+def _disagreeing(rank):
+    """The errors of calls in a graph that ranks make differently; equal calls follow each."""
+    model = ra.patch_model(tiny_llama(PATTERN).double(), ring=ra.Ring())
+    model(**batch(32, "plain"), labels=batch(32, "plain")["input_ids"])  # An eager step changes nothing.
+    call, _ = compiled(model)
+    rows = batch(32, "plain")
+
+    def error_of(run):
+        with pytest.raises((ValueError, RuntimeError)) as error:
+            run()
+        return str(error.value)
+
+    other = rows["input_ids"].clone()
+    other[0, 3 + rank] = 5
+    errors = [error_of(lambda: call(**rows, labels=other))]
+    losses = [call(**rows, labels=rows["input_ids"]).loss for _ in range(2)]
+    errors.append(error_of(lambda: [losses[number].backward() for number in ((0, 1), (1, 0))[rank]]))
+    same(averaged(step(call, model, rows)), averaged(step(model, model, rows)))
+    return errors
+
+
+def test_ranks_that_disagree_in_a_graph():
+    for labels, order in run_ranks(_disagreeing, 2):
+        assert "the ranks of the ring disagree on labels" in labels
+        assert "disagree on the call: rank 0: the backward pass of call" in order
+
+
+def test_rows_without_a_plain_mask():
+    """Positions with a gap and no mask, and masks of other numbers than 1, mean the same as without a graph."""
+    model, rows = ra.patch_model(tiny_llama(PATTERN).double()), batch(32, "plain")
+    call, _ = compiled(model)
+    numbered = torch.ones(2, 32, dtype=torch.int64)
+    numbered[:, 16:] = 2
+    gap = torch.cat([torch.arange(10), torch.arange(20, 42)]).expand(2, -1)
+    for more in ({"position_ids": gap}, {"attention_mask": numbered}, {"position_ids": gap.clone().fill_(3)}):
+        with torch.no_grad():
+            assert distance(call(**rows, **more).logits, model(**rows, **more).logits) <= EXACT, [*more]
+
+
+def test_a_window_in_the_mask_alone_breaks_the_graph():
+    model = ra.patch_model(tiny_model("phimoe", "ring_dilated", sliding_window=6))
+    assert not attachment_of(model).in_graphs and attachment_of(ra.patch_model(in_windows())).in_graphs
+
+
+def test_a_backward_pass_keeps_its_pattern():
+    """A new pattern, and forward passes of other models, may come before it."""
+    model, other = (ra.patch_model(tiny_llama(PATTERN).double()) for _ in "ab")
+    rows, (call, _) = batch(40, "plain"), compiled(model)
+    _, expected = step(model, model, rows)
+    model.zero_grad()
+    loss = call(**rows, labels=rows["input_ids"]).loss
+    ra.patch_model(model, "window:4")
+    for _ in range(6):
+        torch.compile(other, backend="eager")(**rows)
+    loss.backward()
+    assert gradients_distance({name: x.grad for name, x in model.named_parameters()}, expected) <= EXACT
 
 
 def test_backward_passes_that_wait():

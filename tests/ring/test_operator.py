@@ -100,6 +100,8 @@ def test_a_second_derivative_is_refused():
     out = ra.ring_attention(q, k, v, pattern="window:4")
     with pytest.raises(RuntimeError, match="no second derivative: leave out create_graph=True"):
         torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda x: ra.ring_attention(x, k, v, pattern="window:4"), (q.detach(),), (q.detach(),))
 
 
 @pytest.mark.parametrize("transport", ["ring", "collective", "heads"])
