@@ -147,6 +147,23 @@ def test_autocast():
     assert gradients_distance(found, gradients) <= allowed(gradients_distance(of_rounded, gradients), torch.bfloat16)
 
 
+@pytest.mark.own_dtypes
+def test_autocast_adds_gradients_of_many_slices_in_the_dtype_of_the_weights():
+    """The gradients of 256 equal slices: added in bfloat16, they would lose a quarter."""
+    mlp = (model := tiny_llama(None, seed=2)).model.layers[0].mlp
+    x = torch.randn(1, 1, 32).expand(1, 256, 32)
+
+    def gradient():
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            mlp(x).float().sum().backward()
+        return mlp.down_proj.weight.grad
+
+    expected = gradient()
+    ra.sliced_mlp(model, 1)
+    assert distance(gradient(), expected) <= 0.02
+
+
 # ---- memory
 
 
