@@ -161,7 +161,7 @@ def _layer_of(
     kwargs: Mapping[str, Any],
     recorded_in_graph: bool | None = None,
 ) -> _LayerCall:
-    """Returns the call of a layer: that of an earlier layer of its kind in this pass, if there was one."""
+    """Returns the call of a layer, or of an earlier layer of its kind in this pass."""
     if now is None:
         return _layer_call(module, now, tensors, mask, settings, kwargs, recorded_in_graph)
     kind = _kind_of_call(module, now, tensors, mask, settings, kwargs)

@@ -32,9 +32,9 @@ Named = TypeVar("Named")
 
 #: The reason why no graph holds a call; torch.compile shows it at the graph break.
 UNTRACEABLE = (
-    "ring_dilated plans by the content of each batch and talks to other ranks, which no exported program can: export with "
-    "attn_implementation='sdpa'. A compiled graph holds decoders of text, without caches, the heads transport, or documents "
-    "and layouts of one's own: others need fullgraph=False"
+    "ring_dilated holds decoders of text in a compiled graph, without caches, the heads transport, or documents and layouts of "
+    "one's own: others need fullgraph=False. It plans by the content of each batch and talks to other ranks, which no exported "
+    "program can: export with attn_implementation='sdpa'"
 )
 
 
