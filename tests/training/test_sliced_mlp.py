@@ -1,5 +1,6 @@
 """MLPs in slices: results and gradients of whole rows, one gradient a parameter, less memory, and refusals on all ranks."""
 
+import collections
 import copy
 import pickle
 import re
@@ -393,7 +394,9 @@ def zero_losses(rank):
         model = tiny_llama(None).train()
         ra.sliced_mlp(model, tokens_at_once)
         checkpoint_activations(model, {"use_reentrant": False})
-        engine, found = engine_of(model, stage), []
+        engine, found, fired = engine_of(model, stage), [], collections.Counter()
+        for name, x in model.named_parameters():
+            x.register_post_accumulate_grad_hook(lambda _, name=name: fired.update([name]))
         ids = tokens(1, LENGTHS[rank])
         for _ in range(3):
             loss = engine(ids, labels=ids).loss
@@ -402,6 +405,7 @@ def zero_losses(rank):
             total = loss.detach().clone()
             dist.all_reduce(total)
             found.append(float(total))
+        assert {*fired.values()} == {3}, "a parameter got other than one gradient a step"
         return found
 
     found = [[losses(stage, number) for number in (None, 10)] for stage in (1, 2, 3)]
