@@ -145,7 +145,7 @@ def table(title: str, headings: str, rows: Sequence[Sequence[Any]], *notes: str)
 def _shown(cell: Any) -> str:
     if not isinstance(cell, float):
         return str(cell)
-    small = f"{cell:.1e}" if 0 < abs(cell) < 0.001 else f"{cell:#.3g}"
+    small = f"{cell:.2e}" if 0 < abs(cell) < 0.001 else f"{cell:#.3g}"
     return "-" if math.isnan(cell) else f"{cell:.0f}" if abs(cell) >= 100 else small
 
 
