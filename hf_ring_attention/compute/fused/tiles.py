@@ -1,0 +1,211 @@
+"""The fused kernels as a `Kernel`, and the tiles of a step as their `Work`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...plan.plans import TileBatch
+from ..kernel import Gradients, Results, Saved
+from .lists import Blocks, Sizes, work_lists
+
+_LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class FusedLaunch:
+    """Items, or key items, that run at once, and their references to tiles."""
+
+    heads: int  # query heads of an item
+    items: Tensor  # [programs, 8], int32
+    references: Tensor
+
+
+@dataclass(frozen=True)
+class FusedTiles:
+    """The tiles of a step as launches of the fused kernels; `lists.py` describes their integers.
+
+    Attributes:
+        keys: the batch rows, heads and rows of k and v; None if these are rows of a payload, whose numbers tiles have.
+    """
+
+    blocks: Blocks
+    keys: tuple[int, int, int] | None
+    tiles: Tensor
+    launches: tuple[FusedLaunch, ...]
+    key_launches: tuple[FusedLaunch, ...]
+
+    takes_views = True
+
+    @classmethod
+    def of(
+        cls,
+        batches: Sequence[TileBatch],
+        sizes: Sizes,
+        kv_heads: range,
+        blocks: Blocks,
+        device: torch.device,
+        places: Callable[[Tensor], Tensor] | None = None,
+        complete: bool = True,
+    ) -> FusedTiles:
+        """Binds tiles of these key/value heads to rows; the arguments are those of `work_lists`."""
+
+        def of_payload(numbers: Any) -> Any:
+            assert places is not None
+            return places(torch.from_numpy(numbers).to(device)).cpu().numpy()
+
+        lists = work_lists(batches, sizes, kv_heads, blocks, None if places is None else of_payload, complete)
+
+        def on_device(x: Any) -> Tensor:
+            assert not len(x) or abs(x).max() < 2**31, "row numbers need 31 bits"
+            return torch.from_numpy(x.astype(np.int32)).to(device)
+
+        nothing = torch.empty(0, dtype=torch.int32, device=device)
+        return cls(
+            blocks=blocks,
+            keys=(sizes.batch, sizes.kv_heads, sizes.key_rows) if places is None else None,
+            tiles=on_device(lists.tiles),
+            launches=tuple(FusedLaunch(x.heads, on_device(x.items), on_device(x.references)) for x in lists.launches),
+            key_launches=tuple(FusedLaunch(x.heads, on_device(x.items), nothing) for x in lists.key_launches),
+        )
+
+    def forward(
+        self, kernel: Fused, q: Tensor, k: Tensor, v: Tensor, scale: float, totals: Results | None = None
+    ) -> Results:
+        """Returns out and lse, as `Work.forward`."""
+        q, k, v = (_with_rows(x) for x in (q, k, v))
+        if totals is None:
+            dtype = q.dtype if len(self.launches) == 1 else torch.float32
+            results = _by_token(q, v.shape[-1], dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
+        else:
+            results = totals
+        out, lse = results
+        for number, launch in enumerate(self.launches):
+            _run(
+                kernel.forward_kernel, launch, kernel, self.blocks, q, v,
+                (q, k, v, out, lse, launch.items, launch.references, self.tiles, *kernel.factors(scale)),
+                (*_strides(q), *self._key_strides(k), *self._key_strides(v), *_strides(out), *lse.stride()[:2]),
+                RESUME=totals is not None or number > 0,
+            )  # fmt: skip
+        return (out.to(q.dtype), lse) if totals is None else totals
+
+    def backward(
+        self, kernel: Fused, dout: Tensor, saved: Saved, scale: float, sums: Gradients | None = None
+    ) -> Gradients:
+        """Returns dq, dk and dv, as `Work.backward`."""
+        q, k, v, out, dout = (_with_rows(x) for x in (*saved[:4], dout))
+        lse = saved.lse
+        if sums is None:
+            dq = _by_token(q, q.shape[-1], q.dtype if len(self.launches) == 1 else torch.float32)
+            dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
+        else:
+            dq, dk, dv = sums
+        delta = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device).as_strided(lse.shape, lse.stride())
+        factors = (*kernel.factors(scale), scale)
+        rows = (*_strides(q), *self._key_strides(k), *self._key_strides(v))
+        for number, launch in enumerate(self.launches):
+            _run(
+                kernel.dq_kernel, launch, kernel, self.blocks, q, v,
+                (q, k, v, out, dout, lse, delta, dq, launch.items, launch.references, self.tiles, *factors),
+                (*rows, *_strides(out), *_strides(dout), *lse.stride()[:2], *_strides(dq)),
+                RESUME=sums is not None or number > 0,
+            )  # fmt: skip
+        for launch in self.key_launches:
+            _run(
+                kernel.dkdv_kernel, launch, kernel, self.blocks, q, v,
+                (q, k, v, dout, lse, delta, dk, dv, launch.items, self.tiles, *factors),
+                (*rows, *_strides(dout), *lse.stride()[:2], *self._key_strides(dk), *self._key_strides(dv)),
+            )  # fmt: skip
+        return dq, dk, dv
+
+    def _key_strides(self, x: Tensor) -> tuple[int, int, int]:
+        """Returns the distances of batch rows, heads and rows of keys; the rows of a payload are numbered through."""
+        if x.dim() == 4:
+            batch, head, row, _ = x.stride()
+            return batch, head, row
+        row = x.stride(0)
+        if self.keys is None:
+            return 0, 0, row
+        _, heads, rows = self.keys
+        return heads * rows * row, rows * row, row
+
+
+def _with_rows(x: Tensor) -> Tensor:
+    """Returns x with neighbouring numbers in its rows."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _strides(x: Tensor) -> tuple[int, int, int]:
+    batch, head, row, _ = x.stride()
+    return batch, head, row
+
+
+def _by_token(q: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """Returns a new tensor [B, H, n, width] that is stored by token, as models take it."""
+    batch, heads, tokens, _ = q.shape
+    return q.new_empty(batch, tokens, heads, width, dtype=dtype).transpose(1, 2)
+
+
+def _on_device(x: Tensor) -> AbstractContextManager[Any]:
+    """Returns a context in which Triton launches on the device of x."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def _run(
+    function: Any, launch: FusedLaunch, kernel: Fused, blocks: Blocks, q: Tensor, v: Tensor,
+    tensors: tuple[Any, ...], strides: tuple[int, ...], **constants: bool,
+) -> None:  # fmt: skip
+    """Starts a program for each item of a launch."""
+    of_keys = "RESUME" not in constants
+    width, value_width = q.shape[-1], v.shape[-1]
+    with _on_device(q):
+        function[(len(launch.items),)](
+            *tensors,
+            *strides,
+            HEADS=launch.heads,
+            BLOCK_M=blocks.query_rows if of_keys else blocks.rows,
+            BLOCK_N=blocks.key_rows if of_keys else blocks.keys,
+            D=width,
+            BLOCK_D=padded_width(width),
+            DV=value_width,
+            BLOCK_DV=padded_width(value_width),
+            CAPPED=kernel.softcap is not None,
+            num_warps=blocks.key_warps if of_keys else blocks.warps,
+            num_stages=blocks.key_stages if of_keys else blocks.stages,
+            **constants,
+        )
+
+
+def padded_width(width: int) -> int:
+    """Returns the next power of 2, at least 16, which Triton's products need."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+class Fused:
+    """Attention of all tiles of a step in one launch, or in one for each distance between dilated queries."""
+
+    name = "fused"
+
+    def __init__(self, blocks: Blocks, softcap: float | None = None) -> None:
+        from . import kernels  # Triton is not there on every machine.
+
+        self.joining, self.softcap = blocks, softcap
+        self.forward_kernel: Any = kernels.forward_kernel
+        self.dq_kernel: Any = kernels.dq_kernel
+        self.dkdv_kernel: Any = kernels.dkdv_kernel
+
+    def factors(self, scale: float) -> tuple[float, float]:
+        """Returns the factors of scores inside and outside of the cap, in units of log(2)."""
+        return (scale * _LOG2_E, 1.0) if self.softcap is None else (scale / self.softcap, self.softcap * _LOG2_E)
+
+
+def is_interpreted() -> bool:
+    """Returns whether Triton's interpreter runs kernels on the CPU, for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
