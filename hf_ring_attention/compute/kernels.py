@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from ..plan.joins import PADDED, Joining
+from ..plan.joins import PADDED
 from .bands import Masked, MaskedKernel
 from .cuda_kernels import CudaEfficient, CudaFlash
 from .kernel import Gradients, Kernel, KernelCall, Results, Saved, added, merged, narrowed, widened
@@ -20,7 +20,7 @@ class CpuFlash(MaskedKernel):
     """torch's flash attention for CPU, which takes grouped heads as they are, and bands as stretches."""
 
     name = "cpu_flash"
-    joining: Joining | None = PADDED
+    joining: Hashable = PADDED
 
     def forward_masked(self, q: Tensor, k: Tensor, v: Tensor, call: Masked) -> Results:
         value_dim, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
@@ -52,7 +52,7 @@ class Math:
     """
 
     name = "math"
-    joining: Joining | None = PADDED
+    joining: Hashable = PADDED
     #: The most elements of scores that are held at once.
     budget = 1 << 24
 
