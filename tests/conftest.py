@@ -13,6 +13,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Triton's interpreter runs kernels on the CPU; it must be chosen before anything imports Triton.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 # An operator that were compiled, or loaded because another run compiled it, would fail.
 os.environ.update(CC="no-compiler", CXX="no-compiler", TORCH_EXTENSIONS_DIR=os.path.join(os.devnull, "extensions"))
 

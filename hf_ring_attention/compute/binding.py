@@ -13,6 +13,8 @@ from ..plan.plans import TileBatch, tiles_from
 from ..plan.problem import Problem
 from .bands import folds_are_heads
 from .batched import BatchedTiles, BoundBatch
+from .fused.lists import Blocks, Sizes
+from .fused.tiles import FusedTiles
 from .kernel import Work
 from .rows import IndexRows, ViewRows
 
@@ -42,6 +44,9 @@ class Binder:
         Tiles number keys as in a [B, Hkv, key_rows] tensor; `places` takes these numbers to those of the rows that are here.
         """
 
+        if isinstance(self.joining, Blocks):
+            return self._fused(batches, range(self.problem.num_kv_heads), key_rows, places)
+
         def keys(batch: TileBatch) -> IndexRows:
             rows = self._rows(self._first_rows(batch, key_rows, "keys"), batch.num_keys, batch.key_stride)
             return rows if places is None else IndexRows(places(rows.numbers()))
@@ -58,8 +63,21 @@ class Binder:
 
     def own(self, batches: Sequence[TileBatch], heads: range) -> Work:
         """Returns the work of tiles of these heads with keys of this rank."""
+        if isinstance(self.joining, Blocks):
+            return self._fused(batches, heads, self.key_rows)
         place = heads.start * self.key_rows, self.key_rows, self.problem.num_kv_heads
         return self.calls(batches, lambda batch: self.view(batch, heads, *place), self.key_rows)
+
+    def _fused(
+        self,
+        batches: Sequence[TileBatch],
+        heads: range,
+        key_rows: int,
+        places: Callable[[Tensor], Tensor] | None = None,
+    ) -> FusedTiles:
+        assert isinstance(self.joining, Blocks)
+        sizes = Sizes(self.batch, self.problem.num_heads, self.problem.num_kv_heads, self.query_rows, key_rows)
+        return FusedTiles.of(batches, sizes, heads, self.joining, self.device, places, complete=places is None)
 
     def _joined(self, call: list[TileBatch], keys: list[Tensor]) -> BoundBatch:
         """Returns batches of unequal tiles as one call; `keys` are the row numbers of each."""

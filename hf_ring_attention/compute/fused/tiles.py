@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,9 +153,13 @@ def _by_token(q: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     return q.new_empty(batch, tokens, heads, width, dtype=dtype).transpose(1, 2)
 
 
+#: Triton's interpreter runs one kernel at a time, and the ranks of a simulated ring are threads.
+_INTERPRETER = threading.Lock()
+
+
 def _on_device(x: Tensor) -> AbstractContextManager[Any]:
     """Returns a context in which Triton launches on the device of x."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+    return torch.cuda.device(x.device) if x.is_cuda else _INTERPRETER
 
 
 def _run(
@@ -205,7 +209,3 @@ class Fused:
         """Returns the factors of scores inside and outside of the cap, in units of log(2)."""
         return (scale * _LOG2_E, 1.0) if self.softcap is None else (scale / self.softcap, self.softcap * _LOG2_E)
 
-
-def is_interpreted() -> bool:
-    """Returns whether Triton's interpreter runs kernels on the CPU, for tests."""
-    return os.environ.get("TRITON_INTERPRET") == "1"

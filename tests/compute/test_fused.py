@@ -1,0 +1,140 @@
+"""The fused kernels in Triton's interpreter: outputs, log-sum-exps and all gradients equal the oracle."""
+
+import random
+
+import pytest
+import torch
+
+import hf_ring_attention as ra
+from hf_ring_attention.compute.fused.choice import blocks_for, fused_kernel, why_not_fused
+from hf_ring_attention.compute.fused.lists import Sizes
+from hf_ring_attention.compute.fused.tiles import FusedTiles
+from hf_ring_attention.compute.kernel import Saved
+from hf_ring_attention.plan.layouts import SequenceLayout
+from hf_ring_attention.plan.plans import plan_rank
+from tests.support.cases import Case, check_cases
+from tests.support.fused import SMALL_BLOCKS, computed_by_fused, draw_fused_case, needs_triton
+
+pytestmark = needs_triton
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_random_cases(number, rng):
+    """Random patterns, packed and padded rows, groups of heads, widths, caps and sinks; with rows in other storage orders."""
+    draw_fused_case(rng.randrange(2**31), world_sizes=(1,)).run()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_random_rings(world_size, rng):
+    """Steps of a ring, or an exchange, resume the results of those before."""
+    draw_fused_case(rng.randrange(2**31), world_sizes=(world_size,)).run()
+
+
+def case_of(text, **changes):
+    sizes = {"batch": 1, "seq_len": 40, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "value_dim": 16}
+    rest = {"causal": True, "documents": None, "scale": None, "softcap": None, "sinks": False, "seed": 5}
+    return Case(pattern=ra.Pattern.parse(text), dtype=torch.float32, **(sizes | rest | changes))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        case_of("window:12+3", documents=[[(0, 1), (1, 2), (2, 30), (33, 40)]]),
+        case_of("longnet:8/1,16/2,all/4", num_heads=8, seq_len=64),
+        case_of("pyramid:4,3", num_heads=7, num_kv_heads=1, value_dim=24),
+        case_of("exact", causal=False, softcap=2.0, sinks=True),
+    ],
+    ids=["window", "longnet", "pyramid", "exact"],
+)
+def test_patterns(case):
+    """Patterns that users ask for, of documents of one token too, groups of 7 heads, and two widths."""
+    with computed_by_fused(SMALL_BLOCKS):
+        check_cases(ra.Ring.alone(), [case])
+
+
+def work_of(case, blocks):
+    problem = case.problem(SequenceLayout("contiguous", case.seq_len, 1))
+    sizes = Sizes(case.batch, case.num_heads, case.num_kv_heads, case.seq_len, case.seq_len)
+    return FusedTiles.of(plan_rank(problem, 0).own, sizes, range(case.num_kv_heads), blocks, CPU)
+
+
+@pytest.mark.parametrize(("text", "launches"), [("exact", 1), ("window:12+3", 1), ("longnet:16/1,all/4", 2)])
+def test_launches_and_dtypes(text, launches):
+    """One launch of all tiles writes 16 bits at once; rows of dilated queries are added in float32 by a launch of their own."""
+    case = case_of(text, seq_len=64)
+    kernel = fused_kernel(CPU, torch.float16, 16, 16)
+    work = work_of(case, kernel.joining)
+    assert (len(work.launches), len(work.key_launches)) == (launches, 1)
+    q, k, v, dout, _ = (None if x is None else x.to(torch.float16) for x in case.tensors)
+    out, lse = work.forward(kernel, q, k, v, 0.25)
+    assert (out.dtype, lse.dtype) == (torch.float16, torch.float32)
+    dq, dk, dv = work.backward(kernel, dout, Saved(q, k, v, out, lse), 0.25)
+    assert (dq.dtype, dk.dtype, dv.dtype) == (torch.float16 if launches == 1 else torch.float32, *[torch.float32] * 2)
+
+
+def test_padding_may_hold_any_numbers(rng):
+    """Rows without a key have out 0 and no gradient, even if q, k, v and dout are not numbers there."""
+    case = case_of("window:6+2", documents=[[(3, 20), (22, 35)]], batch=1)
+    q, k, v, dout, _ = (x if x is None else x.clone() for x in case.tensors)
+    padding = [0, 1, 2, 20, 21, *range(35, 40)]
+    for x in (q, k, v, dout):
+        x[:, :, padding] = torch.nan
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    with computed_by_fused(SMALL_BLOCKS):
+        out, lse = ra.ring_attention(*leaves, pattern=case.pattern, documents=case.documents, return_lse=True)
+        out.backward(dout)
+    assert torch.isneginf(lse[:, :, padding]).all()
+    for x in (out.detach(), *(leaf.grad for leaf in leaves)):
+        assert torch.isfinite(x).all()
+        assert not x[:, :, padding].any()
+
+
+def test_views_are_read_in_place():
+    """Tensors as models store them, and results stored the same way."""
+    case = case_of("window:6+2")
+    kernel = fused_kernel(CPU, torch.float32, 16, 16)
+    q, k, v, _, _ = case.tensors
+    stored = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    work = work_of(case, SMALL_BLOCKS)
+    (out, lse), (plain, plain_lse) = (work.forward(kernel, *some, 0.25) for some in (stored, (q, k, v)))
+    assert torch.equal(out, plain)
+    assert torch.equal(lse, plain_lse)
+    assert out.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "widths", "reason"),
+    [
+        ("cpu", torch.float64, (16, 16), "no products of float64"),
+        ("cpu", torch.bfloat16, (16, 16), "interpreter computes wrong products of bfloat16"),
+        ("cpu", torch.float32, (16, 257), "at most 256 numbers, and these have 257"),
+        ("meta", torch.float32, (16, 16), "needs a GPU, and the tensors are on meta"),
+        ("cpu", torch.float16, (256, 1), None),
+    ],
+)
+def test_reasons_against(device, dtype, widths, reason):
+    against = why_not_fused(torch.device(device), dtype, *widths)
+    assert against is reason is None or reason in against
+
+
+def test_without_triton_and_without_its_interpreter(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert "needs a GPU" in why_not_fused(CPU, torch.float32, 16, 16)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "Triton is not installed" in why_not_fused(CPU, torch.float32, 16, 16)
+
+
+def test_every_device_has_blocks():
+    for dtype in (torch.float16, torch.float32):
+        for width in (1, 64, 80, 128, 192, 256):
+            for capability in (None, (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)):
+                blocks = blocks_for(dtype, width, capability)
+                for rows in (blocks.rows, blocks.keys, blocks.query_rows, blocks.key_rows):
+                    assert rows >= 16
+                    assert rows & (rows - 1) == 0
+
+
+def test_seeds_draw_other_cases():
+    assert draw_fused_case(1) == draw_fused_case(1) != draw_fused_case(2)
+    assert random.Random(1).random() != random.Random(2).random()

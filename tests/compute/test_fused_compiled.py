@@ -1,0 +1,44 @@
+"""The fused kernels compile for GPUs: no registers are spilled on sm_90, and products are those of tensor cores."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.fused import needs_triton
+
+pytestmark = needs_triton
+
+KERNELS = ("forward", "dq", "dkdv")
+#: Targets, and the widths of heads; and kernels that resume the results of others.
+WANTED = [(target, kernel, 128, 128, 0) for target in ("sm_80", "sm_90", "gfx942") for kernel in KERNELS]
+WANTED += [("sm_90", kernel, *widths, 0) for widths in ((64, 64), (192, 128)) for kernel in KERNELS]
+WANTED += [("sm_90", "forward", 128, 128, 1), ("sm_90", "dq", 128, 128, 1)]
+SHARED = {"sm_80": 163, "sm_90": 227, "gfx942": 64}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Facts of all programs; another process compiles them, since Triton's interpreter serves this one."""
+    names = [",".join(map(str, wanted)) for wanted in WANTED]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.support.compile_fused", *names],
+        capture_output=True, text=True, timeout=600, env=environment, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    return {facts["wanted"]: facts for facts in map(json.loads, ran.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("wanted", WANTED, ids=lambda wanted: "-".join(map(str, wanted)))
+def test_registers_memory_and_products(wanted, compiled):
+    target, facts = wanted[0], compiled[",".join(map(str, wanted))]
+    assert facts["shared"] <= SHARED[target]
+    assert facts["products"] > 0
+    assert facts["spills"] == 0
+    # Key items of the widest heads have 32 keys, or they would spill; warp groups multiply 64 rows at once.
+    if target == "sm_90" and (wanted[1], wanted[2]) != ("dkdv", 192):
+        assert facts["of whole warp groups"] > 0

@@ -1,0 +1,106 @@
+"""Compiles the fused kernels for GPUs, without one: python -m tests.support.compile_fused prints a line of JSON for each.
+
+Beside the compilers, the packages of Triton bring what reads registers and instructions out of a program for NVIDIA's GPUs.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ.pop("TRITON_INTERPRET", None)
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns if it is not set.
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from hf_ring_attention.compute.fused import kernels
+from hf_ring_attention.compute.fused.choice import blocks_for
+from hf_ring_attention.compute.fused.tiles import padded_width
+
+#: A device's target of Triton, its compute capability (None for AMD's), and the KiB of shared memory of a block of threads.
+TARGETS = {
+    "sm_80": (GPUTarget("cuda", 80, 32), (8, 0), 163),
+    "sm_90": (GPUTarget("cuda", 90, 32), (9, 0), 227),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), None, 64),
+}
+KERNELS = {"forward": kernels.forward_kernel, "dq": kernels.dq_kernel, "dkdv": kernels.dkdv_kernel}
+_FLOATS = {"LSE", "DELTA", "DK", "DV_"}
+_NUMBERS = {"ITEMS", "REFERENCES", "TILES"}
+
+
+def compiled(target, name, width, value_width, resume=False, dtype=torch.bfloat16, heads=4):
+    """A kernel with the blocks of a target, for tensors of bfloat16 whose rows begin at multiples of 16 numbers."""
+    gpu, capability, _ = TARGETS[target]
+    blocks, of_keys = blocks_for(dtype, max(width, value_width), capability), name == "dkdv"
+    half = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
+    constants = {
+        "HEADS": heads,
+        "BLOCK_M": blocks.query_rows if of_keys else blocks.rows,
+        "BLOCK_N": blocks.key_rows if of_keys else blocks.keys,
+        "D": width,
+        "BLOCK_D": padded_width(width),
+        "DV": value_width,
+        "BLOCK_DV": padded_width(value_width),
+        "CAPPED": False,
+    } | ({} if of_keys else {"RESUME": resume})
+    names, signature, attributes = KERNELS[name].arg_names, {}, {}
+    results = {"forward": "OUT", "dq": "DQ"}.get(name)
+    for number, argument in enumerate(names):
+        if argument in constants:
+            signature[argument] = "constexpr"
+        elif argument in ("inner", "outer", "scale"):
+            signature[argument] = "fp32"
+        else:
+            pointer = "*i32" if argument in _NUMBERS else "*fp32" if argument in _FLOATS else half
+            pointer = "*fp32" if argument == results and resume else pointer
+            signature[argument] = pointer if argument.isupper() else "i32"
+            attributes[(number,)] = [["tt.divisibility", 16]]
+    source = ASTSource(
+        fn=KERNELS[name],
+        signature=signature,
+        constexprs={(names.index(key),): value for key, value in constants.items()},
+        attrs=attributes,
+    )
+    warps, stages = (blocks.key_warps, blocks.key_stages) if of_keys else (blocks.warps, blocks.stages)
+    return triton.compile(source, target=gpu, options={"num_warps": warps, "num_stages": stages})
+
+
+def facts(kernel, target):
+    """Bytes of registers that are spilled, KiB of shared memory, and instructions of tensor cores."""
+    shared = kernel.metadata.shared / 1024
+    if target == "gfx942":
+        text = kernel.asm["amdgcn"]
+        spills = int(re.search(r"\.vgpr_spill_count:\s*(\d+)", text)[1])
+        return {"spills": 4 * spills, "shared": shared, "products": text.count("v_mfma")}
+    programs = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(kernel.asm["cubin"])
+        usage, code = (
+            subprocess.run([programs / "cuobjdump", option, cubin], capture_output=True, text=True, check=True).stdout
+            for option in ("--dump-resource-usage", "--dump-sass")
+        )
+    return {
+        "spills": int(re.search(r"STACK:(\d+)", usage)[1]),
+        "shared": shared,
+        "products": len(re.findall(r"\bHG?MMA\b", code)),
+        "of whole warp groups": len(re.findall(r"\bHGMMA\b", code)),
+    }
+
+
+def main():
+    """Compiles what the arguments name: target, kernel, widths of keys and of values, and whether it resumes."""
+    for wanted in sys.argv[1:]:
+        target, name, width, value_width, resume = wanted.split(",")
+        kernel = compiled(target, name, int(width), int(value_width), resume == "1")
+        print(json.dumps({"wanted": wanted, **facts(kernel, target)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
