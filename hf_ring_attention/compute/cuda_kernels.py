@@ -20,7 +20,7 @@ aten = torch.ops.aten
 class CudaFlash:
     """torch's FlashAttention-2 for CUDA, for float16 and bfloat16; it takes tensors by token, and bands by its windows."""
 
-    name = "cuda_flash"
+    name = "flash"
     joining: Joining | None = PACKED
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, totals: Results | None = None) -> Results:
@@ -75,7 +75,7 @@ class CudaEfficient(MaskedKernel):
     the strides of out, so out must be stored as its forward stores it.
     """
 
-    name = "cuda_efficient"
+    name = "efficient"
     joining: Joining | None = None
     #: The backward kernel reads the log-sum-exp in blocks of this many rows.
     lse_block = 32
@@ -118,6 +118,40 @@ class CudaEfficient(MaskedKernel):
         dqs, dks, dvs = zip(*parts)
         dq, dk, dv = torch.stack(dqs, 2).flatten(1, 2), sum(dks[1:], dks[0]), sum(dvs[1:], dvs[0])
         return narrowed(dq, head_dim), narrowed(dk, head_dim), narrowed(dv, value_dim)
+
+
+class Cudnn:
+    """torch's cuDNN attention for CUDA, for float16 and bfloat16: rectangles and lower triangles, grouped heads as they are.
+
+    torch keeps the program of a backward pass by the sizes and strides of q, k and v. In torch 2.11, the strides of out and
+    dout are not part of this key: a program would read them wrongly if they changed, so they follow from q's.
+    """
+
+    name = "cudnn"
+    joining: Joining | None = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, totals: Results | None = None) -> Results:
+        assert call.shape != "band" and call.lengths is None
+        q, k, v = (_aligned(x, x.shape[-1]) for x in (q, k, v))
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, call.shape == "causal", False, scale=call.scale
+        )
+        return merged((out, lse.reshape(out.shape[:3])), totals)  # [T, H, Lq, 1] since torch 2.9
+
+    def backward(self, dout: Tensor, saved: Saved, call: KernelCall, sums: Gradients | None = None) -> Gradients:
+        q, k, v = (_aligned(x, x.shape[-1]) for x in saved[:3])
+        out, dout = (_stored_as(q, _aligned(x, x.shape[-1])) for x in (saved.out, dout))
+        unused = q.new_empty((), dtype=torch.int64)  # the random state of dropout, which is off
+        gradients = aten._scaled_dot_product_cudnn_attention_backward(
+            dout, q, k, v, out, saved.lse.contiguous().unsqueeze(-1), unused, unused, None, None, None,
+            q.shape[2], k.shape[2], 0.0, call.shape == "causal", scale=call.scale,
+        )  # fmt: skip
+        return added(gradients, sums)
+
+
+def _stored_as(like: Tensor, x: Tensor) -> Tensor:
+    """Returns x [T, H, L, D] stored by head, or by token if `like` is not stored by head."""
+    return x.contiguous() if like.is_contiguous() else x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _round_up(n: int, multiple: int) -> int:

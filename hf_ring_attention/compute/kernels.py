@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
+import torch.nn.attention
 from torch import Tensor
 
+from ..plan.choices import Decision
 from ..plan.joins import PADDED, Joining
+from ..plan.kernel_choice import CallFacts, DeviceFacts, TileKinds, kernel_candidates
 from .bands import Masked, MaskedKernel
-from .cuda_kernels import CudaEfficient, CudaFlash
+from .cuda_kernels import CudaEfficient, CudaFlash, Cudnn
+from .fused.choice import fused_kernel, why_not_fused
 from .kernel import Gradients, Kernel, KernelCall, Results, Saved, added, merged, narrowed, widened
 from .merge import accumulation_dtype
+from .proof import fault_of
 from .rows import hidden_keys
 
 
@@ -120,29 +127,75 @@ class Math:
         return added((dq, dk.to(key_dtype), dv.to(key_dtype)), sums)
 
 
-@lru_cache(maxsize=256)
+class Chosen(NamedTuple):
+    """A kernel, the choice with its reason, and the kind of call that it was made for."""
+
+    kernel: Kernel
+    decision: Decision
+    kind: str
+
+
 def choose_kernel(
-    device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, softcap: float | None = None
-) -> Kernel:
-    """Returns the fastest kernel that computes this."""
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    softcap: float | None = None,
+    setting: str = "auto",
+    tiles: TileKinds = TileKinds(),
+) -> Chosen:
+    """Returns the kernel that was asked for, or with "auto" the fastest one that computes this and has proved itself.
+
+    Raises:
+        ValueError: another dtype, or a kernel that was asked for and cannot compute this, or is wrong on this device.
+    """
     if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(
             f"attention needs floating point tensors, got {dtype}: use float64, float32, bfloat16 or float16"
         )
-    if softcap is not None:  # No fused kernel caps scores.
+    widths = device, dtype, head_dim, value_dim
+    call = CallFacts(str(dtype).removeprefix("torch."), head_dim, value_dim, softcap is not None, tiles)
+    failed: list[str] = []
+    for decision in kernel_candidates(setting, _facts_of(*widths), call):
+        kernel = _kernel(decision.choice, *widths, softcap)
+        fault = None
+        if device.type == "cuda" and not isinstance(kernel, Math):
+            fault = fault_of(kernel, *widths, softcap, tiles.is_exact, torch_flash())
+        if fault is None:
+            return Chosen(kernel, replace(decision, reason="; ".join([decision.reason, *failed])), str(call))
+        if setting != "auto":
+            raise ValueError(f"kernel={setting!r} failed its proof on {device}: {fault}; use kernel='auto'")
+        failed.append(f"{decision.choice} failed its proof: {fault}")
+    raise AssertionError("plain math computes everything")
+
+
+def _facts_of(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> DeviceFacts:
+    deterministic, not_fused = torch.are_deterministic_algorithms_enabled(), why_not_fused(device, dtype, head_dim, value_dim)
+    if device.type != "cuda":
+        return DeviceFacts(device.type, deterministic=deterministic, not_fused=not_fused)
+    return DeviceFacts(
+        type="cuda",
+        capability=torch.cuda.get_device_capability(device),
+        has_flash=torch.backends.cuda.is_flash_attention_available(),
+        has_cudnn=torch.version.hip is None and torch.backends.cudnn.is_available(),
+        flash=torch_flash(),
+        deterministic=deterministic,
+        not_fused=not_fused,
+    )
+
+
+def torch_flash() -> str | None:
+    """Returns "FA3" or "FA4" if `torch.nn.attention.activate_flash_attention_impl` has put it in FlashAttention-2's place."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # since torch 2.11
+    return None if current is None else current()
+
+
+@lru_cache(maxsize=256)
+def _kernel(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, softcap: float | None
+) -> Kernel:
+    if name == "fused":
+        return fused_kernel(device, dtype, head_dim, value_dim, softcap)
+    if name == "math":
         return Math(softcap)
-    if device.type == "cpu":
-        return CpuFlash()
-    if device.type == "cuda" and dtype != torch.float64:
-        return _choose_for_cuda(torch.cuda.get_device_capability(device), dtype, max(head_dim, value_dim))
-    return Math()
-
-
-def _choose_for_cuda(capability: tuple[int, int], dtype: torch.dtype, widest: int) -> Kernel:
-    """Returns the kernel for float32, bfloat16 or float16 on a CUDA device of this compute capability."""
-    if capability < (8, 0) and dtype == torch.bfloat16:
-        return Math()
-    # FlashAttention-2 needs compute capability 8.0, and has no backward pass for some widths on some devices.
-    no_backward = 192 < widest <= 224 and ((8, 6) <= capability <= (8, 9) or capability >= (12, 0))
-    beyond = capability < (8, 0) or no_backward or dtype == torch.float32 or widest > 256
-    return CudaEfficient() if beyond or not torch.backends.cuda.is_flash_attention_available() else CudaFlash()
+    return {"cpu_flash": CpuFlash, "flash": CudaFlash, "cudnn": Cudnn, "efficient": CudaEfficient}[name]()
