@@ -22,7 +22,7 @@ from torch import Tensor
 from ..plan.plans import TileBatch
 from .kernel import Gradients, KernelCall, Results, Saved, added, merged
 from .merge import accumulation_dtype, merge_
-from .rows import Lengths, hidden_keys
+from .rows import hidden_keys
 
 #: A stretch has width / FORWARD_SHARE rows in forward and width / BACKWARD_SHARE in backward, within these bounds, as a
 #: multiple of ROWS_OF_A_BLOCK, the rows that torch's kernel for CPUs takes at once.
@@ -70,7 +70,7 @@ class MaskedKernel(ABC):
         """Returns dq, dk and dv."""
 
 
-def _mask_of_keys(lengths: Lengths | None, k: Tensor) -> Tensor | None:
+def _mask_of_keys(lengths: Tensor | None, k: Tensor) -> Tensor | None:
     """Returns a mask [T, 1, 1, Lk] that hides the padding of keys [T, H, Lk, D]; None without padding."""
     if lengths is None:
         return None

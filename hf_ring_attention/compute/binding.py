@@ -2,59 +2,30 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..plan.joins import Joining, joined
-from ..plan.plans import TileBatch, remote_tiles, tiles_from
+from ..plan.joins import InPlace, joined
+from ..plan.plans import TileBatch, tiles_from
 from ..plan.problem import Problem
-from ..plan.tiles import Shape
 from .bands import folds_are_heads
-from .rows import IndexRows, Lengths, Packed, Rows, ViewRows
+from .batched import BatchedTiles, BoundBatch
+from .kernel import Work
+from .rows import IndexRows, ViewRows
 
 #: Numbers of at most so many rows of a call are kept; those of more rows are added up anew in each call.
 FEW_ROWS = 1 << 13
 
 
-@dataclass(frozen=True)
-class BoundBatch:
-    """The rows of one kernel call, its shape, the folds of a band (`plan/tiles.py`), and lengths of tiles that differ."""
-
-    queries: Rows
-    keys: Rows
-    shape: Shape
-    fold_size: int = 1
-    lengths: Lengths | None = None
-
-    def parts(self, max_rows: int) -> list[BoundBatch]:
-        """Returns the batch in parts of about `max_rows` query and key rows, so that one call holds little memory."""
-        size = max(1, max_rows // (self.queries.rows_per_unit + self.keys.rows_per_unit))
-        if size >= self.queries.units or self.lengths is not None:  # Joined tiles have few rows (`Joining.most_rows`).
-            return [self]
-        parts = zip(self.queries.split(size), self.keys.split(size))
-        return [BoundBatch(queries, keys, self.shape, self.fold_size) for queries, keys in parts]
-
-
-@dataclass(frozen=True)
-class OwnBinding:
-    """A rank's tiles with its own keys, and the tile that is all its work (`whole`), with every query once, if there is one."""
-
-    batches: tuple[BoundBatch, ...]
-    whole: BoundBatch | None
-
-
 class Binder:
     """Turns tiles of one problem into rows of tensors on a device, by `Kernel.joining` of the kernel."""
 
-    def __init__(self, problem: Problem, device: torch.device, joining: Joining | None) -> None:
+    def __init__(self, problem: Problem, device: torch.device, joining: Hashable) -> None:
         self.problem, self.device, self.joining = problem, device, joining
         self.batch, self.group, held = len(problem.documents), problem.group, problem.held
-        self.by_token = joining is not None and joining.kind == "packed"
         #: The number of rows that each head has in this rank's tensors of queries and of keys.
         self.query_rows = problem.layout.local_len if held is None else held.num_queries
         self.key_rows = problem.layout.local_len if held is None else held.num_rows
@@ -65,15 +36,15 @@ class Binder:
         view: Callable[[TileBatch], BoundBatch | None],
         key_rows: int,
         places: Callable[[Tensor], Tensor] | None = None,
-    ) -> tuple[BoundBatch, ...]:
-        """Returns the kernel calls of these tiles; `view` returns the rows of a batch as views or None.
+    ) -> Work:
+        """Returns the work of these tiles; `view` returns the rows of a batch as views or None.
 
         Tiles number keys as in a [B, Hkv, key_rows] tensor; `places` takes these numbers to those of the rows that are here.
         """
 
         def keys(batch: TileBatch) -> IndexRows:
             rows = self._rows(self._first_rows(batch, key_rows, "keys"), batch.num_keys, batch.key_stride)
-            return rows if places is None else IndexRows(places(rows.numbers()), None, self.by_token)
+            return rows if places is None else IndexRows(places(rows.numbers()))
 
         calls = []
         for call in joined(batches, self.group, self.joining, lambda batch: view(batch) is not None):
@@ -83,10 +54,10 @@ class Binder:
             [batch] = call
             bound = view(batch)
             calls.append(bound or BoundBatch(self._queries(batch), keys(batch), batch.shape, self._fold_size(batch)))
-        return tuple(calls)
+        return BatchedTiles(tuple(calls), places is None and self._is_one_tile(calls))
 
-    def own(self, batches: Sequence[TileBatch], heads: range) -> tuple[BoundBatch, ...]:
-        """Returns the kernel calls of tiles of these heads with keys of this rank."""
+    def own(self, batches: Sequence[TileBatch], heads: range) -> Work:
+        """Returns the work of tiles of these heads with keys of this rank."""
         place = heads.start * self.key_rows, self.key_rows, self.problem.num_kv_heads
         return self.calls(batches, lambda batch: self.view(batch, heads, *place), self.key_rows)
 
@@ -96,17 +67,6 @@ class Binder:
         queries = [self._queries(batch).numbers() for batch in call]
         num_queries = [batch.num_queries * self._fold_size(batch) for batch in call for _ in range(batch.num_tiles)]
         num_keys = [batch.num_keys for batch in call for _ in range(batch.num_tiles)]
-        if self.by_token:
-            rows, own_keys = (
-                IndexRows(torch.cat([numbers.flatten(0, 1) for numbers in side]), None, self.by_token)
-                for side in (queries, keys)
-            )
-            query_ends, key_ends = (
-                torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=self.device)
-                for lengths in (num_queries, num_keys)
-            )
-            lengths = Packed(query_ends, key_ends, max(num_queries), max(num_keys))
-            return BoundBatch(rows, own_keys, shape, lengths=lengths)
         padded_keys = IndexRows(torch.cat([_padded(x, max(num_keys)) for x in keys]))
         if shape == "full":
             key_lengths = torch.tensor(num_keys, device=self.device)
@@ -116,18 +76,18 @@ class Binder:
         kept = torch.nonzero((torch.arange(longest) < torch.tensor(num_queries)[:, None]).flatten()).flatten()
         return BoundBatch(IndexRows(padded, kept=kept.to(self.device)), padded_keys, shape, fold_size)
 
-    def whole(self, batches: tuple[BoundBatch, ...]) -> BoundBatch | None:
-        """Returns the tile, of views, that is all queries with all keys; None without such a tile."""
-        if len(batches) != 1 or not isinstance(batches[0].queries, ViewRows):
-            return None
-        rows = batches[0].queries.rows_per_unit, batches[0].keys.rows_per_unit
+    def _is_one_tile(self, calls: Sequence[BoundBatch]) -> bool:
+        """Returns whether the only call has one tile, of all this rank's queries and keys, as views."""
+        if len(calls) != 1 or not isinstance(calls[0].queries, ViewRows):
+            return False
+        rows = calls[0].queries.rows_per_unit, calls[0].keys.rows_per_unit
         per_key_head = self.batch * self.problem.num_kv_heads
-        everything = per_key_head * self.group * self.query_rows, per_key_head * self.key_rows
-        return batches[0] if rows == everything else None
+        return rows == (per_key_head * self.group * self.query_rows, per_key_head * self.key_rows)
 
     def _fold_size(self, batch: TileBatch) -> int:
         """Returns the rows of a fold that follow each other in a call, or 1 if they are heads, which share their keys."""
-        are_heads = batch.shape != "full" and (self.by_token or folds_are_heads(batch))
+        no_folds = isinstance(self.joining, InPlace)
+        are_heads = batch.shape != "full" and (no_folds or folds_are_heads(batch))
         return 1 if are_heads else batch.fold_size
 
     def _queries(self, batch: TileBatch) -> IndexRows:
@@ -140,8 +100,7 @@ class Binder:
         """Returns `count` folds of rows, `stride` rows apart, of tiles whose first rows are [tiles, heads]."""
         number = torch.arange(count * fold_size, device=self.device)
         offsets = number // fold_size * stride + number % fold_size
-        first, offsets = (first[:, None], offsets[:, None]) if self.by_token else (first[..., None], offsets)
-        rows = IndexRows(first, offsets, self.by_token)
+        rows = IndexRows(first[..., None], offsets)
         # With held keys, queries are few.
         few = self.problem.held is not None or first.numel() * offsets.numel() <= FEW_ROWS
         return rows.numbered() if few else rows
@@ -157,7 +116,7 @@ class Binder:
         if tiles is None:
             return None
         query_row, key_row, copies, advance = tiles
-        rows = partial(ViewRows, batch=self.batch, copies=copies, advance=advance, by_token=self.by_token)
+        rows = partial(ViewRows, batch=self.batch, copies=copies, advance=advance)
         n, num_queries = self.query_rows, batch.num_queries
         of_queries = partial(rows, heads=len(heads) * self.group, of_head=n, of_batch_row=self.problem.num_heads * n)
         queries = of_queries(start=heads.start * self.group * n + query_row, length=num_queries)
@@ -187,9 +146,6 @@ def _padded(rows: Tensor, length: int) -> Tensor:
     return torch.cat([rows, rows[..., -1:].expand(-1, -1, length - rows.shape[-1])], -1)
 
 
-def bind_own(problem: Problem, rank: int, device: torch.device, joining: Joining | None) -> OwnBinding:
+def bind_own(problem: Problem, rank: int, device: torch.device, joining: Hashable) -> Work:
     """Binds the tiles of `rank` with its own keys, or with the keys that it holds in a cache."""
-    binder = Binder(problem, device, joining)
-    batches = binder.own(tiles_from(problem, rank, rank), range(problem.num_kv_heads))
-    needs_others = problem.layout.world_size > 1 and remote_tiles(problem, rank)
-    return OwnBinding(batches, None if needs_others else binder.whole(batches))
+    return Binder(problem, device, joining).own(tiles_from(problem, rank, rank), range(problem.num_kv_heads))

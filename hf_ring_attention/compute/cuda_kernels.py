@@ -2,47 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import reduce
 from operator import or_
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..plan.joins import PACKED, Joining
+from ..plan.joins import InPlace
 from .bands import Masked, MaskedKernel
 from .kernel import Gradients, KernelCall, Results, Saved, added, merged, narrowed, widened
 
 aten = torch.ops.aten
 
+#: The most tiles, and the most heads of a tile, that CUDA's kernels take in one call.
+MOST_TILES = 65_535
+
 
 class CudaFlash:
-    """torch's FlashAttention-2 for CUDA, for float16 and bfloat16; it takes tensors by token, and bands by its windows."""
+    """torch's FlashAttention-2 for CUDA, for float16 and bfloat16; it takes bands by its windows."""
 
     name = "flash"
-    joining: Joining | None = PACKED
+    joining: Hashable = InPlace(MOST_TILES)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, totals: Results | None = None) -> Results:
         value_dim, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
-        q, k, v = (_aligned(x, width) for x in (q, k, v))
-        sequences, window = _sequences_and_window(q, k, call)
+        q, k, v = (_aligned(x, width).transpose(1, 2) for x in (q, k, v))
+        lengths = None, None, q.shape[1], k.shape[1]
         out, lse, *_ = aten._flash_attention_forward(
-            q, k, v, *sequences, 0.0, call.shape == "causal", False, scale=call.scale, **window
+            q, k, v, *lengths, 0.0, call.shape == "causal", False, scale=call.scale, **_sides(call, q, k)
         )
-        return merged((narrowed(out, value_dim), lse.mT), totals)
+        return merged((narrowed(out, value_dim).transpose(1, 2), lse), totals)
 
     def backward(self, dout: Tensor, saved: Saved, call: KernelCall, sums: Gradients | None = None) -> Gradients:
         q, k, v, out, lse = saved
-        head_dim, value_dim = q.shape[-1], v.shape[-1]
-        dout, q, k, v, out = (_aligned(x, max(head_dim, value_dim)) for x in (dout, q, k, v, out))
+        widths = [x.shape[-1] for x in (q, k, v)]
+        dout, q, k, v, out = (_aligned(x, max(widths)).transpose(1, 2) for x in (dout, q, k, v, out))
+        lengths = None, None, q.shape[1], k.shape[1]
         unused = q.new_empty((), dtype=torch.int64)  # the random state of dropout, which is off
-        sequences, window = _sequences_and_window(q, k, call)
-        dq, dk, dv = aten._flash_attention_backward(
-            dout, q, k, v, out, lse.contiguous(), *sequences, 0.0, call.shape == "causal", unused, unused,
-            scale=call.scale, **window,
+        grads = aten._flash_attention_backward(
+            dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, call.shape == "causal", unused, unused,
+            scale=call.scale, **_sides(call, q, k),
         )  # fmt: skip
-        return added((narrowed(dq, head_dim), narrowed(dk, head_dim), narrowed(dv, value_dim)), sums)
+        dq, dk, dv = (narrowed(grad, width).transpose(1, 2) for grad, width in zip(grads, widths))
+        return added((dq, dk, dv), sums)
+
+
+def _sides(call: KernelCall, q: Tensor, k: Tensor) -> dict[str, int]:
+    """Returns the window of a band, for q and k by token; the operator's diagonal has query i and key i + Lk - Lq."""
+    return {"window_size_left": k.shape[1] - q.shape[1], "window_size_right": 0} if call.shape == "band" else {}
 
 
 def _aligned(x: Tensor, width: int) -> Tensor:
@@ -56,18 +65,6 @@ def _aligned(x: Tensor, width: int) -> Tensor:
     return x if last == 1 and starts % (16 // x.element_size()) == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
-def _sequences_and_window(q: Tensor, k: Tensor, call: KernelCall) -> tuple[Any, dict[str, int]]:
-    """Returns the ends of packed tiles in q and in k, and the longest lengths; and the window of a band.
-
-    The operator's diagonal has query i and key i + Lk - Lq. This distance is the same in all packed tiles.
-    """
-    assert not isinstance(call.lengths, Tensor)
-    sequences = (None, None, q.shape[1], k.shape[1]) if call.lengths is None else call.lengths
-    *_, most_queries, most_keys = sequences
-    window = {"window_size_left": most_keys - most_queries, "window_size_right": 0}
-    return sequences, window if call.shape == "band" else {}
-
-
 class CudaEfficient(MaskedKernel):
     """torch's memory-efficient attention for CUDA, also for float32, and for any head size; it takes bands as stretches.
 
@@ -76,7 +73,7 @@ class CudaEfficient(MaskedKernel):
     """
 
     name = "efficient"
-    joining: Joining | None = None
+    joining: Hashable = None
     #: The backward kernel reads the log-sum-exp in blocks of this many rows.
     lse_block = 32
     #: Rows of a mask begin at multiples of this many numbers.
@@ -128,7 +125,7 @@ class Cudnn:
     """
 
     name = "cudnn"
-    joining: Joining | None = None
+    joining: Hashable = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, totals: Results | None = None) -> Results:
         assert call.shape != "band" and call.lengths is None

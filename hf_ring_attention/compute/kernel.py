@@ -1,26 +1,23 @@
-"""The interface of kernels: attention of a batch of tiles, forward and backward, with the log-sum-exp of each row.
+"""The interfaces of kernels and of the tiles that they compute: attention with the log-sum-exp of each row.
 
 Every kernel takes q [T, H, Lq, D], k [T, Hkv, Lk, D], v [T, Hkv, Lk, Dv] (query head h reads key/value head
 h // (H / Hkv)) and a `KernelCall`, which names the shape of the tiles: query i sees all keys ("full"), keys 0 to i
 ("causal", Lq = Lk), or keys i to i + Lk - Lq ("band"). If a band has folds (`plan/tiles.py`), each of these Lq queries stands
 for the `fold_size` rows of a fold, which follow one another in q and see the same keys.
-A kernel that packs tiles (`plan/joins.py`) takes tensors by token, [T, Lq, H, D], and returns such; it sees no folds. Packed
-tiles have no dimension T. Only the lse of `Saved` is [T, H, Lq], or [H, Lq] if packed, as FlashAttention reads it.
 `backward` takes the out and lse of the *whole* softmax: with those, a tile's gradients are its exact share
 (FlashAttention, arXiv 2205.14135, appendix B).
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import NamedTuple, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..plan.joins import Joining
 from ..plan.tiles import Shape
 from .merge import merge_
-from .rows import Lengths
 
 #: The output and the log-sum-exp.
 Results = tuple[Tensor, Tensor]
@@ -37,7 +34,7 @@ class KernelCall(NamedTuple):
     shape: Shape  # the keys that the queries of a tile see
     scale: float  # the factor of the scores
     fold_size: int = 1  # the rows of a fold, in bands
-    lengths: Lengths | None = None  # of tiles that differ: padding of keys, or the ends of packed tiles
+    lengths: Tensor | None = None  # the number of keys of each tile, [T], if the keys of some tiles are padded
 
 
 class Saved(NamedTuple):
@@ -54,7 +51,7 @@ class Kernel(Protocol):
     """An implementation of attention for a batch of tiles."""
 
     name: str
-    joining: Joining | None  # how it takes tiles of unequal lengths in one call; None if it does not
+    joining: Hashable  # how it takes tiles: None for tiles of one shape a call, or a record of `plan/joins.py`
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, totals: Results | None = None) -> Results:
         """Returns out [T, H, Lq, Dv] in q's dtype and lse [T, H, Lq] in the accumulation dtype.
@@ -66,6 +63,35 @@ class Kernel(Protocol):
         """Returns dq, dk and dv, in the shapes of q, k and v.
 
         If there are `sums` of these shapes in the accumulation dtype, gradients are added to them, and they are returned.
+        """
+
+
+class Work(Protocol):
+    """The tiles of one step, bound to rows of tensors for one way of taking tiles (`Kernel.joining`).
+
+    q is [B, H, n, D]. k and v are this rank's [B, Hkv, n, D], or rows of a payload [R, D] in later steps. Works are frozen data
+    classes, whose tensors `ring/bindings.py` counts.
+    """
+
+    @property
+    def takes_views(self) -> bool:
+        """Whether q, k and v may be strided views; else they are contiguous."""
+
+    def forward(
+        self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, scale: float, totals: Results | None = None
+    ) -> Results:
+        """Returns out in q's dtype and lse in the accumulation dtype; rows without a key have out = 0 and lse = -inf.
+
+        Without `totals` the work is all work of the rank. If there are `totals`, of all queries and in the accumulation dtype,
+        results are merged into them, and they are returned.
+        """
+
+    def backward(
+        self, kernel: Kernel, dout: Tensor, saved: Saved, scale: float, sums: Gradients | None = None
+    ) -> Gradients:
+        """Returns dq, dk and dv in q's dtype or the accumulation dtype; `saved` has out and lse of the whole softmax.
+
+        If there are `sums`, in the accumulation dtype, gradients are added to them, and they are returned.
         """
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -12,7 +12,7 @@ import torch.nn.attention
 from torch import Tensor
 
 from ..plan.choices import Decision
-from ..plan.joins import PADDED, Joining
+from ..plan.joins import PADDED
 from ..plan.kernel_choice import CallFacts, DeviceFacts, TileKinds, kernel_candidates
 from .bands import Masked, MaskedKernel
 from .cuda_kernels import CudaEfficient, CudaFlash, Cudnn
@@ -27,7 +27,7 @@ class CpuFlash(MaskedKernel):
     """torch's flash attention for CPU, which takes grouped heads as they are, and bands as stretches."""
 
     name = "cpu_flash"
-    joining: Joining | None = PADDED
+    joining: Hashable = PADDED
 
     def forward_masked(self, q: Tensor, k: Tensor, v: Tensor, call: Masked) -> Results:
         value_dim, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
@@ -59,7 +59,7 @@ class Math:
     """
 
     name = "math"
-    joining: Joining | None = PADDED
+    joining: Hashable = PADDED
     #: The most elements of scores that are held at once.
     budget = 1 << 24
 

@@ -99,8 +99,7 @@ def _compared(kernel: Kernel, inputs: list[Tensor], softcap: float | None, exact
     pattern = Pattern.exact() if exact else Pattern.window(_WINDOW, _SINKS)
     layout = SequenceLayout("contiguous", _TOKENS, 1)
     problem = Problem(pattern, layout, documents, num_heads=_HEADS, num_kv_heads=_KV_HEADS, causal=causal)
-    work = bind_own(problem, 0, q.device, kernel.joining).alone
-    assert work is not None
+    work = bind_own(problem, 0, q.device, kernel.joining)
     q, k, v = (x if work.takes_views else x.contiguous() for x in tensors)
     out, lse = work.forward(kernel, q, k, v, scale)
     found = out, *work.backward(kernel, dout, Saved(q, k, v, out, lse), scale), lse.unsqueeze(-1)

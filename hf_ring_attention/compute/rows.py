@@ -4,8 +4,7 @@ All functions take tensors as their rows, [B * H * n, ...]. Both kinds `take` ro
 shape, and bring results back by `add_` and `merge_`. No two tiles of a batch share a query row of a head, so results are
 merged without conflicts; key rows may repeat. `split` yields the same rows in parts of at most so many of their equal `units`.
 
-On a GPU, starting an operation often takes longer than its work, so these functions need few of them, views included: rows
-`by_token` come as [tiles, L, heads, ...], for kernels that would transpose them (`take_lse` returns [tiles, heads, L] anyway).
+On a GPU, starting an operation often takes longer than its work, so these functions need few of them, views included.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +31,6 @@ class ViewRows:
     advance: int
     of_batch_row: int  # the rows of a batch row, in all its heads
     of_head: int  # the rows of a head
-    by_token: bool = False
 
     @property
     def units(self) -> int:
@@ -53,10 +50,8 @@ class ViewRows:
     def _dimensions(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The sizes of `_window` and the distances in rows; B and copies share a dimension if one of them is 1."""
         tiles = [(self.batch, self.of_batch_row), (self.copies, self.advance)]
-        rows = [(self.heads, self.of_head), (self.length, 1)]
-        sizes, distances = zip(
-            *([max(tiles)] if 1 in (self.batch, self.copies) else tiles), *(rows[::-1] if self.by_token else rows)
-        )
+        tiles = [max(tiles)] if 1 in (self.batch, self.copies) else tiles
+        sizes, distances = zip(*tiles, (self.heads, self.of_head), (self.length, 1))
         return sizes, distances
 
     def _window(self, x: Tensor) -> Tensor:
@@ -75,7 +70,7 @@ class ViewRows:
         return window if 1 in (self.batch, self.copies) else window.flatten(0, 1)
 
     def take_lse(self, lse: Tensor) -> Tensor:
-        return self.take(lse).mT if self.by_token else self.take(lse)
+        return self.take(lse)
 
     def add_(self, x: Tensor, values: Tensor) -> None:
         values = values.unflatten(0, (-1, self.copies))
@@ -98,14 +93,13 @@ class ViewRows:
 
 @dataclass(frozen=True)
 class IndexRows:
-    """Rows by their numbers, [tiles, heads, L], or [tiles, L, heads] by token; of packed tiles, [L, heads].
+    """Rows by their numbers, [tiles, heads, L].
 
     Of tiles of unequal lengths that are padded, the last row is repeated up to the length of the longest tile.
     """
 
     first: Tensor  # all numbers, or one of each tile and head
-    offsets: Tensor | None = None  # [L], or [L, 1] by token: added to `first`, these are all numbers
-    by_token: bool = False
+    offsets: Tensor | None = None  # [L]: added to `first`, these are all numbers
     kept: Tensor | None = None  # the places of rows that are not padding, in a head's [tiles * L]; None without padding
 
     @property
@@ -128,10 +122,6 @@ class IndexRows:
     def _flat(self) -> Tensor:
         return self.first.flatten()
 
-    @cached_property
-    def _of_lse(self) -> Tensor:
-        return self.first.mT if self.by_token else self.first
-
     def take(self, x: Tensor) -> Tensor:
         return torch.embedding(x, self.first)  # `index_select` for numbers of any shape
 
@@ -140,7 +130,7 @@ class IndexRows:
 
     def take_lse(self, lse: Tensor) -> Tensor:
         """Returns the rows of lse as `take`; the lse of padding is +inf, which makes its gradients 0."""
-        rows = lse[self._of_lse]
+        rows = lse[self.first]
         if self.kept is None:
             return rows
         tiles, _, length = rows.shape
@@ -171,20 +161,6 @@ class IndexRows:
 Rows = ViewRows | IndexRows
 
 
-def hidden_keys(lengths: Lengths, length: int) -> Tensor:
+def hidden_keys(lengths: Tensor, length: int) -> Tensor:
     """Returns which keys are padding, [tiles, 1, 1, length], by the number of keys of each tile."""
-    assert isinstance(lengths, Tensor)
     return torch.arange(length, device=lengths.device) >= lengths.view(-1, 1, 1, 1)
-
-
-class Packed(NamedTuple):
-    """Tiles whose rows follow each other in one tile of tensors."""
-
-    query_ends: Tensor  # [tiles + 1], int32: 0, and the end of each tile's rows
-    key_ends: Tensor
-    most_queries: int  # the rows of the longest tile
-    most_keys: int
-
-
-#: The lengths of tiles that share a call: the number of keys of each tile, [tiles], or the ends of packed tiles.
-Lengths = Tensor | Packed

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from .layouts import SequenceLayout, merged_pieces
 from .patterns import Pattern
 from .problem import Documents
-from .work import Work, work_under
+from .work import Pairs, work_under
 
 #: The work of a rank may differ from an even share of the rest by this share of the mean, if that spares a cut.
 TOLERANCE = 0.04
@@ -54,7 +54,7 @@ def balanced_layout(seq_len: int, world_size: int, pattern: Pattern, documents: 
 
 
 def estimated_imbalance(layout: SequenceLayout, pattern: Pattern, documents: Documents) -> float:
-    """Returns about how many times the mean work the busiest rank does, by estimates of `Work`."""
+    """Returns about how many times the mean work the busiest rank does, by `Pairs`."""
     work, loads = work_under(pattern, layout.seq_len), [0.0] * layout.world_size
     for row, spans in enumerate(documents):
         starts, stops = [start for start, _ in spans], [stop for _, stop in spans]
@@ -87,7 +87,7 @@ class _Span(NamedTuple):
         """The number of tokens."""
         return self.stop - self.start
 
-    def work(self, work: Work) -> float:
+    def work(self, work: Pairs) -> float:
         """Returns the query-key pairs of the tokens."""
         if self.document is None:
             return 0.0
@@ -116,7 +116,9 @@ def _spans_of_row(documents: Sequence[tuple[int, int]], length: int) -> list[_Sp
     return padding + [_Span(start, stop, range(start, stop)) for start, stop in documents]
 
 
-def _shares_of_ranks(spans: Sequence[_Span], local_len: int, work: Work, targets: Sequence[float]) -> list[list[_Span]]:
+def _shares_of_ranks(
+    spans: Sequence[_Span], local_len: int, work: Pairs, targets: Sequence[float]
+) -> list[list[_Span]]:
     """Returns the spans of each rank: `local_len` tokens, and about its target of work."""
     mean, world_size = sum(targets) / len(targets), len(targets)
     tolerance = TOLERANCE * mean
@@ -137,7 +139,7 @@ def _shares_of_ranks(spans: Sequence[_Span], local_len: int, work: Work, targets
     return shares[::-1]
 
 
-def _orders(left: list[_Span], local_len: int, work: Work, wanted: float) -> Iterator[_Order]:
+def _orders(left: list[_Span], local_len: int, work: Pairs, wanted: float) -> Iterator[_Order]:
     """Yields orders of the rest in which a rank might get an even share; orders that move documents least come first."""
     order = _Order(left, local_len, work)
     yield order
@@ -158,7 +160,7 @@ def _orders(left: list[_Span], local_len: int, work: Work, wanted: float) -> Ite
         yield _Order(_by_work(_shorter(left, max(1, local_len // pieces)), work), local_len, work)
 
 
-def _by_work(spans: Iterable[_Span], work: Work) -> list[_Span]:
+def _by_work(spans: Iterable[_Span], work: Pairs) -> list[_Span]:
     """Returns the spans by their work for each token, the most first."""
     return sorted(spans, key=lambda span: -span.work(work) / span.size)
 
@@ -183,7 +185,7 @@ class _Division(NamedTuple):
 class _Order:
     """The rest of a row, heavy spans first; a rank takes `local_len` tokens from both ends."""
 
-    def __init__(self, spans: list[_Span], local_len: int, work: Work) -> None:
+    def __init__(self, spans: list[_Span], local_len: int, work: Pairs) -> None:
         self.spans, self.local_len, self.work = spans, local_len, work
         #: The tokens before each span, and their work.
         self.tokens = list(itertools.accumulate((span.size for span in spans), initial=0))

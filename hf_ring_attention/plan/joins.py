@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import NamedTuple
 
 from .plans import TileBatch
 
 
 class Joining(NamedTuple):
-    """How a kernel takes tiles of unequal lengths in one call: padded to the longest, or packed one after the other, by token.
+    """How a kernel takes tiles of unequal lengths in one call: padded to the longest.
 
     A call costs as much time as copying `rows` query and key rows, in forward and backward, or as computing `pairs`
     query-key pairs. At most `most_rows` rows, with padding, share a call, since they are copied all at once.
     """
 
-    kind: Literal["padded", "packed"]
     rows: int
     pairs: int
     most_rows: int
@@ -23,26 +22,28 @@ class Joining(NamedTuple):
 
 #: On a CPU with two cores, a call with next to no work takes 340 microseconds in forward and backward. In this time the CPU
 #: copies 2000 rows of 64 float32 numbers, or computes 40,000 pairs of them in large tiles.
-PADDED = Joining("padded", rows=2000, pairs=40_000, most_rows=1 << 14)
+PADDED = Joining(rows=2000, pairs=40_000, most_rows=1 << 14)
 
-#: Not measured: a call starts some 35 operators, about 120 microseconds, in which a memory of 2 TB/s copies so many rows of
-#: 128 numbers of 16 bits about six times.
-PACKED = Joining("packed", rows=1 << 17, pairs=1 << 30, most_rows=1 << 19)
+
+class InPlace(NamedTuple):
+    """How a kernel takes documents of unequal lengths in one call: in place, at most `most_documents`; bands have no folds."""
+
+    most_documents: int
 
 
 def joined(
-    batches: Sequence[TileBatch], group: int, joining: Joining | None, is_view: Callable[[TileBatch], bool]
+    batches: Sequence[TileBatch], group: int, joining: Hashable, is_view: Callable[[TileBatch], bool]
 ) -> Iterator[list[TileBatch]]:
     """Yields the batches of each call: several if copies and padding of rows cost less than another call.
 
     A batch for which `is_view` holds needs no copies in a call of its own.
     """
-    if joining is None:
+    if not isinstance(joining, Joining):
         yield from ([batch] for batch in batches)
         return
     kinds: dict[tuple[object, ...], list[TileBatch]] = {}
     for batch in batches:
-        kinds.setdefault(_kind(batch, joining.kind), []).append(batch)
+        kinds.setdefault(_kind(batch), []).append(batch)
     for alike in kinds.values():
         call: list[TileBatch] = []
         for batch in sorted(alike, key=lambda batch: (batch.num_keys, batch.num_queries), reverse=True):
@@ -55,10 +56,10 @@ def joined(
         yield call
 
 
-def _kind(batch: TileBatch, joining: Literal["padded", "packed"]) -> tuple[object, ...]:
+def _kind(batch: TileBatch) -> tuple[object, ...]:
     """Returns the common values of batches that may share a call; these include the visit, so no two share a query row."""
     if batch.shape == "full":  # Rows of folds are queries like others, and only keys are padded.
-        return batch.visit, batch.per_query_head, batch.num_queries * batch.fold_size if joining == "padded" else 0
+        return batch.visit, batch.per_query_head, batch.num_queries * batch.fold_size
     # In triangles and bands, padding of queries and of keys depend on each other.
     width = batch.num_keys - batch.num_queries if batch.shape == "band" else 0
     return batch.visit, batch.per_query_head, batch.shape, batch.fold_size, width
@@ -68,14 +69,10 @@ def _is_cheaper(
     call: list[TileBatch], batch: TileBatch, group: int, joining: Joining, is_view: Callable[[TileBatch], bool]
 ) -> bool:
     """Returns whether adding a batch to a call is cheaper than a call of its own; the first batch of a call is the longest."""
-    longest, together = call[0], [*call, batch]
-    if joining.kind == "padded":
-        together = [x.like(longest) for x in together]
-    if sum(x.rows(group) for x in together) > joining.most_rows:
+    longest = call[0]
+    padded = batch.like(longest)
+    if sum(x.like(longest).rows(group) for x in call) + padded.rows(group) > joining.most_rows:
         return False
-    copied = [x for x in ((longest, batch) if len(call) == 1 else (batch,)) if is_view(x)]
-    rows, pairs = sum(x.rows(group) for x in copied), 0
-    if joining.kind == "padded":
-        rows += together[-1].rows(group) - batch.rows(group)
-        pairs = together[-1].pairs(group) - batch.pairs(group)
-    return rows / joining.rows + pairs / joining.pairs < 1
+    views = [x for x in ((longest, batch) if len(call) == 1 else (batch,)) if is_view(x)]
+    rows = sum(x.rows(group) for x in views) + padded.rows(group) - batch.rows(group)
+    return rows / joining.rows + (padded.pairs(group) - batch.pairs(group)) / joining.pairs < 1

@@ -44,7 +44,7 @@ class _Share(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Work:
+class Pairs:
     """The query-key pairs of a head in causal documents, on average over the heads."""
 
     shares: tuple[_Share, ...]  # add up to the work: one of all queries, unless a document's last queries see more keys
@@ -66,18 +66,18 @@ class Work:
         return work
 
 
-def work_under(pattern: Pattern, most_tokens: int) -> Work:
+def work_under(pattern: Pattern, most_tokens: int) -> Pairs:
     """Returns the work of documents of at most so many tokens under a pattern, for one head."""
     return _work_up_to(pattern, 1 << (most_tokens - 1).bit_length())  # Rows of many lengths share the counts.
 
 
 @lru_cache(maxsize=32)
-def _work_up_to(pattern: Pattern, most_tokens: int) -> Work:
+def _work_up_to(pattern: Pattern, most_tokens: int) -> Pairs:
     patterns_of: dict[QueryRange, list[Pattern]] = {}
     heads = pattern.kv_heads or (pattern,)
     for part in (part for own in heads for part in parts_of(own)):
         patterns_of.setdefault(part.queries, []).append(part.pattern)
-    return Work(tuple(_share(*share, len(heads), most_tokens) for share in patterns_of.items()))
+    return Pairs(tuple(_share(*share, len(heads), most_tokens) for share in patterns_of.items()))
 
 
 def _share(queries: QueryRange, patterns: list[Pattern], heads: int, most_tokens: int) -> _Share:

@@ -228,7 +228,6 @@ class CheckedCall:
         names = torch.ops.hf_ring_attention
         by_heads = isinstance(self._execution.transport, HeadsTransport)
         self._operator = (names.attend_by_heads if by_heads else names.attend).default
-        self._takes_views = by_heads or self._execution.transport.whole is not None
 
     def forget(self) -> None:
         """Drops the plan, which a later pass makes again."""
@@ -239,10 +238,7 @@ class CheckedCall:
         tangents = forward_ad.unpack_dual(q)[1], forward_ad.unpack_dual(k)[1], forward_ad.unpack_dual(v)[1]
         if tangents != (None, None, None):
             raise RuntimeError("ring_dilated has no forward-mode derivative (jvp, jacfwd): use backward, or 'eager'")
-        if (
-            not self._takes_views
-        ):  # Views that are saved would keep more than themselves, and backward would copy them again.
-            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        q, k, v = (self._execution or self._plan()).laid_out(q, k, v)
         number = self.ring.calls.next_number() if self.recorded else 0
         results = self._operator(q, k, v, sinks, self._key, number, "", ())
         return results[0], results[1]

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..compute.binding import BoundBatch
-from ..compute.kernel import Kernel, KernelCall, Saved
+from ..compute.kernel import Kernel, Saved
 from ..compute.merge import accumulation_dtype, add_sinks, sinks_grad, without_autocast
 from ..transport.heads import Finish, HeadsTransport
-from ..transport.transports import Step
-
-#: Tiles whose rows are copied take at most about 1 / PART of the queries at once. Backward holds more tensors than forward.
-FORWARD_PART, BACKWARD_PART = 2, 8
-
 
 #: dq, dk, dv, and the gradient of sinks, if there are any.
 AllGradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
@@ -33,6 +26,17 @@ class Execution(NamedTuple):
     transport: Any  # a Transport, or a HeadsTransport
     kernel: Kernel
     scale: float
+
+    def laid_out(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns q, k and v as they are if the work takes views, else contiguous, as keys are that may be sent.
+
+        Views that are saved would keep more than themselves, and backward would copy them again.
+        """
+        transport = self.transport
+        if isinstance(transport, HeadsTransport) or (transport.alone is not None and transport.alone.takes_views):
+            return q, k, v
+        views = transport.alone is None and all(work.takes_views for work in transport.works)
+        return q if views else q.contiguous(), k.contiguous(), v.contiguous()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, with_lse: bool = False) -> ForwardResults:
         """q [B, H, n, D], k [B, Hkv, n, D], v [B, Hkv, n, Dv] of this rank -> out [B, H, n, Dv], lse [B, H, n].
@@ -101,18 +105,16 @@ def _heads_backward(dout: Tensor, passes: list[Saved], sinks: Tensor | None, exe
 def forward_pass(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, execution: Execution) -> Saved:
     """Returns the attention over all steps of the transport; out has the dtype of q."""
     transport, kernel, scale = execution
+    q, k, v = execution.laid_out(q, k, v)
     with without_autocast(q):
-        whole = transport.whole
-        if whole is not None:
-            of_tile = _turned(whole, q), _turned(whole, k), _turned(whole, v)
-            out, lse = (_turned(whole, x) for x in kernel.forward(*of_tile, KernelCall(whole.shape, scale)))
+        if transport.alone is not None:
+            out, lse = transport.alone.forward(kernel, q, k, v, scale)
         else:
             dtype = accumulation_dtype(q.dtype)
             total = q.new_zeros(*q.shape[:3], v.shape[-1], dtype=dtype)
             lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
-            q_rows, k_rows, v_rows, total_rows, lse_rows = (x.flatten(0, 2) for x in (q, k, v, total, lse))
-            for step in transport.steps(k_rows, v_rows):
-                _forward_step(step, q_rows, total_rows, lse_rows, kernel, scale)
+            for step in transport.steps(k, v):
+                step.work.forward(kernel, q, step.keys, step.values, scale, (total, lse))
                 del step  # Drop its payload before the next one arrives: only two buffers exist.
             out = total.to(q.dtype)
         if sinks is not None:
@@ -124,62 +126,14 @@ def backward_pass(dout: Tensor, saved: Saved, sinks: Tensor | None, execution: E
     """Returns dq, dk and dv, in the accumulation dtype or the dtype of q, and the gradient of sinks, if there are any."""
     transport, kernel, scale = execution
     with without_autocast(dout):
-        whole = transport.whole
-        if whole is not None:
-            of_tile = Saved(*(_turned(whole, x) for x in saved))._replace(lse=saved.lse)
-            grads = kernel.backward(_turned(whole, dout), of_tile, KernelCall(whole.shape, scale))
-            dq, dk, dv = (_turned(whole, x) for x in grads)
+        if transport.alone is not None:
+            dq, dk, dv = transport.alone.backward(kernel, dout, saved, scale)
         else:
             dtype = accumulation_dtype(dout.dtype)
             dq, dk, dv = (dout.new_zeros(x.shape, dtype=dtype) for x in saved[:3])
-            dq_rows, dk_rows, dv_rows, *rows = (x.flatten(0, 2) for x in (dq, dk, dv, *saved, dout.contiguous()))
-            of_rank, dout_rows = Saved(*rows[:-1]), rows[-1]
-            for step in transport.steps(of_rank.k, of_rank.v, (dk_rows, dv_rows)):
-                _backward_step(step, dout_rows, of_rank, dq_rows, kernel, scale)
-                del step
+            dout = dout.contiguous()
+            for step in transport.steps(saved.k, saved.v, (dk, dv)):
+                of_step = saved._replace(k=step.keys, v=step.values)
+                step.work.backward(kernel, dout, of_step, scale, (dq, *step.gradients))
+                del step, of_step
         return dq, dk, dv, None if sinks is None else sinks_grad(dout, saved.out, saved.lse, sinks)
-
-
-def _turned(whole: BoundBatch, x: Tensor) -> Tensor:
-    """Returns x [B, H, n, ...] as a kernel takes it, or such a result as x."""
-    return x.transpose(1, 2) if whole.queries.by_token else x
-
-
-def _forward_step(step: Step, q: Tensor, total: Tensor, lse: Tensor, kernel: Kernel, scale: float) -> None:
-    for part in _parts(step.batches, q, FORWARD_PART):
-        queries, keys = part.queries.numbered(), part.keys.numbered()
-        views = queries.view(total), queries.view(lse)
-        totals = None if views[0] is None or views[1] is None else (views[0], views[1])
-        call = KernelCall(part.shape, scale, part.fold_size, part.lengths)
-        results = kernel.forward(queries.take(q), keys.take(step.keys), keys.take(step.values), call, totals)
-        if totals is None:
-            queries.merge_(total, lse, *results)
-
-
-def _backward_step(step: Step, dout: Tensor, saved: Saved, dq: Tensor, kernel: Kernel, scale: float) -> None:
-    assert step.gradients is not None
-    dkeys, dvalues = step.gradients
-    for part in _parts(step.batches, saved.q, BACKWARD_PART):
-        queries, keys = part.queries.numbered(), part.keys.numbered()
-        views = queries.view(dq), keys.view(dkeys), keys.view(dvalues)
-        sums = None if views[0] is None or views[1] is None or views[2] is None else (views[0], views[1], views[2])
-        of_tiles = Saved(
-            queries.take(saved.q),
-            keys.take(step.keys),
-            keys.take(step.values),
-            queries.take(saved.out),
-            queries.take_lse(saved.lse),
-        )
-        call = KernelCall(part.shape, scale, part.fold_size, part.lengths)
-        tile_dq, tile_dk, tile_dv = kernel.backward(queries.take(dout), of_tiles, call, sums)
-        if sums is None:
-            queries.add_(dq, tile_dq)
-            keys.add_(dkeys, tile_dk)
-            keys.add_(dvalues, tile_dv)
-
-
-def _parts(batches: tuple[BoundBatch, ...], q: Tensor, part: int) -> Iterator[BoundBatch]:
-    """Yields parts that copy at most about 1 / `part` of the queries; parts of few rows would waste time on calls."""
-    rows_at_once = max(1 << 14, q.shape[0] // part)
-    for batch in batches:
-        yield from batch.parts(rows_at_once)

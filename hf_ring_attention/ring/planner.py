@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ..plan.choices import Decision, decide_call
-from ..plan.joins import Joining
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents, Problem
 from ..plan.traffic import RowBytes
@@ -48,7 +47,7 @@ class CallKey(NamedTuple):
     problem: Problem
     sizes: RowBytes
     device: torch.device
-    joining: Joining | None
+    joining: Hashable
 
     def with_rows(self, layout: SequenceLayout, documents: Documents) -> CallKey:
         """Returns the key of a call that differs in its rows alone."""

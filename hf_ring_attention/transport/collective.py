@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..compute.binding import Binder, BoundBatch, OwnBinding, bind_own
+from ..compute.binding import Binder, bind_own
+from ..compute.kernel import Work
 from ..compute.merge import accumulation_dtype
-from ..plan.joins import Joining
 from ..plan.plans import plan_rank
 from ..plan.problem import Problem
 from ..plan.routes import needed
@@ -24,15 +24,15 @@ from .transports import Link, Step, StepGradients, Traffic
 class CollectiveBinding:
     """The work of a rank around one exchange of rows: tiles with its own keys, and tiles with the keys that arrive."""
 
-    own: OwnBinding
-    remote: tuple[BoundBatch, ...]
+    own: Work
+    remote: Work
     used: bool  # whether any rank needs rows of another
     send: RowSet  # this rank's rows to send, in the order of the ranks that need them
     send_counts: list[int]  # the number of rows to each rank
     receive_counts: list[int]  # the number of rows from each rank
 
 
-def bind_collective(problem: Problem, rank: int, device: torch.device, joining: Joining | None) -> CollectiveBinding:
+def bind_collective(problem: Problem, rank: int, device: torch.device, joining: Hashable) -> CollectiveBinding:
     """Binds the plan of `rank` for one exchange of the rows that ranks need."""
     binder, layout, heads = Binder(problem, device, joining), problem.layout, range(problem.num_kv_heads)
 
@@ -70,23 +70,20 @@ class CollectiveTransport:
     """Exchanges the needed rows of all ranks, keys beside values, by one all-to-all in forward, and by two in backward."""
 
     def __init__(self, binding: CollectiveBinding, communicator: Communicator, traffic: Traffic) -> None:
-        self.binding = binding
-        self.whole = None if binding.used else binding.own.whole
+        self.binding, self.works = binding, (binding.own, binding.remote)
+        self.alone = None if binding.used else binding.own
         self.link = Link(communicator, traffic, "collective attention")
 
     def steps(self, k: Tensor, v: Tensor, gradients: StepGradients = None) -> Iterator[Step]:
         binding, widths = self.binding, [k.shape[-1], v.shape[-1]]
-        if not binding.used:
-            yield Step(k, v, binding.own.batches, gradients)
-            return
         name = "forward" if gradients is None else "backward"
         received, wait = self.link.all_to_all(
             f"{name} pass, keys and values",
-            torch.cat([binding.send.take(x) for x in (k, v)], dim=-1),
+            torch.cat([binding.send.take(x.flatten(0, 2)) for x in (k, v)], dim=-1),
             binding.send_counts,
             binding.receive_counts,
         )
-        yield Step(k, v, binding.own.batches, gradients)
+        yield Step(k, v, binding.own, gradients)
         wait()
         keys, values = received.split(widths, dim=-1)
         if gradients is None:
@@ -100,4 +97,4 @@ class CollectiveTransport:
         )
         wait()
         for target, part in zip(gradients, home.split(widths, dim=-1)):
-            binding.send.add_(target, part)
+            binding.send.add_(target.flatten(0, 2), part)

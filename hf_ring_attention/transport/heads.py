@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..plan.heads import Heads, Place, group_size, pieces_of, place_of, problem_of_heads, rows_of_member
-from ..plan.joins import Joining
 from ..plan.problem import Problem
 from .communicators import Communicator
 from .ring import RingBinding, RingTransport, bind_ring
@@ -46,7 +45,7 @@ class HeadsBinding:
     rows: tuple[tuple[RowsOfRun, ...], ...]  # the tokens of each member of the group
 
 
-def bind_heads(problem: Problem, rank: int, device: torch.device, joining: Joining | None) -> HeadsBinding:
+def bind_heads(problem: Problem, rank: int, device: torch.device, joining: Hashable) -> HeadsBinding:
     """Binds the plan of `rank` for the heads transport."""
     place, members = place_of(problem, rank), range(group_size(problem))
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..compute.binding import Binder, BoundBatch, bind_own
+from ..compute.batched import BoundBatch
+from ..compute.binding import Binder, bind_own
+from ..compute.kernel import Work
 from ..compute.merge import accumulation_dtype
-from ..plan.joins import Joining
 from ..plan.plans import TileBatch, of_heads, tiles_from
 from ..plan.problem import Problem
 from ..plan.routes import Hop, KeyRows, Lap, ring_laps
@@ -25,9 +26,9 @@ _Finish = Callable[[MessageRows | None], None]
 
 @dataclass(frozen=True, kw_only=True)
 class RingStep:
-    """One step of a rank in a lap: its tiles, and the rows that arrive for them and leave."""
+    """One step of a rank in a lap: its work, and the rows that arrive for it and leave."""
 
-    batches: tuple[BoundBatch, ...]
+    work: Work
     number: int  # hops between this rank and the owner of the rows that it holds; 0 for its own rows
     of: int  # steps of the lap
     source: int  # the owner of the rows
@@ -44,16 +45,14 @@ class RingStep:
 
 @dataclass(frozen=True)
 class RingBinding:
-    """The steps of all laps, in their order; `whole` is the tile that is all work of the rank, if there is such a tile."""
+    """The steps of all laps, in their order; or the rank's work, if no rank needs another."""
 
     steps: tuple[RingStep, ...]
-    whole: BoundBatch | None
+    alone: Work | None = None
 
 
-def _with_payload(
-    binder: Binder, batches: tuple[TileBatch, ...], heads: range, payload: Payload
-) -> tuple[BoundBatch, ...]:
-    """Returns the kernel calls of tiles of these heads with a payload's keys; tiles number keys as its source does."""
+def _with_payload(binder: Binder, batches: tuple[TileBatch, ...], heads: range, payload: Payload) -> Work:
+    """Returns the work of tiles of these heads with a payload's keys; tiles number keys as its source does."""
 
     def view(batch: TileBatch) -> BoundBatch | None:
         run = payload.run
@@ -62,15 +61,15 @@ def _with_payload(
     return binder.calls(batches, view, binder.key_rows, payload.places)
 
 
-def bind_ring(problem: Problem, rank: int, device: torch.device, joining: Joining | None) -> RingBinding:
+def bind_ring(problem: Problem, rank: int, device: torch.device, joining: Hashable) -> RingBinding:
     """Binds the steps of `rank` round the ring."""
-    own, laps = bind_own(problem, rank, device, joining), ring_laps(problem)
-    steps = tuple(step for lap in laps for step in _lap_steps(problem, rank, device, joining, lap))
-    # A rank that needs no keys of others may still have to send its own.
-    return RingBinding(steps, None if any(lap.steps for lap in laps) else own.whole)
+    laps = ring_laps(problem)
+    if not any(lap.steps for lap in laps):  # A rank that needs no keys of others may still have to send its own.
+        return RingBinding((), bind_own(problem, rank, device, joining))
+    return RingBinding(tuple(step for lap in laps for step in _lap_steps(problem, rank, device, joining, lap)))
 
 
-def _lap_steps(problem: Problem, rank: int, device: torch.device, joining: Joining | None, lap: Lap) -> list[RingStep]:
+def _lap_steps(problem: Problem, rank: int, device: torch.device, joining: Hashable, lap: Lap) -> list[RingStep]:
     binder, p, heads = Binder(problem, device, joining), problem.layout.world_size, lap.heads
 
     def payload(rows: KeyRows | None) -> Payload:
@@ -92,10 +91,10 @@ def _lap_steps(problem: Problem, rank: int, device: torch.device, joining: Joini
         home = payload(route[number - 1].finished if 1 <= number <= len(route) else None)
         arriving = payload_of(here, "rows")
         tiles = of_heads(tiles_from(problem, rank, source), heads, binder.group) if here or not number else ()
-        batches = _with_payload(binder, tiles, heads, arriving) if number else binder.own(tiles, heads)
+        work = _with_payload(binder, tiles, heads, arriving) if number else binder.own(tiles, heads)
         steps.append(
             RingStep(
-                batches=batches,
+                work=work,
                 number=number,
                 of=lap.steps,
                 source=source,
@@ -125,20 +124,24 @@ class RingTransport:
     def __init__(
         self, binding: RingBinding, communicator: Communicator, traffic: Traffic, members: Sequence[int] | None = None
     ) -> None:
-        self.binding, self.whole = binding, binding.whole
+        self.binding, self.alone = binding, binding.alone
         self.link = Link(communicator, traffic, "ring attention", members)
+
+    @property
+    def works(self) -> list[Work]:
+        return [step.work for step in self.binding.steps]
 
     def _travel(self, k: Tensor, v: Tensor, name: str) -> Iterator[tuple[RingStep, RingStep | None, Tensor, Tensor]]:
         """Yields each step, the next one, and the step's keys and values, while the keys of the next step are under way."""
         steps, widths = self.binding.steps, (k.shape[-1], v.shape[-1])
         pool = MessagePool(k, widths, k.dtype, max(max(step.arriving, step.sent.count) for step in steps))
-        own = MessageRows(k.new_empty(0), k, v)
-        held = own
+        own = MessageRows(k.new_empty(0), k.flatten(0, 2), v.flatten(0, 2))
+        held = MessageRows(own.message, k, v)
         for step, following in zip(steps, (*steps[1:], None)):
             if following is None or not following.number:
                 yield step, following, held.first, held.second
                 pool.give(held)
-                held = own
+                held = MessageRows(own.message, k, v)
                 continue
             (coming,) = pool.take(following.arriving)
             (going,) = pool.pack(own if following.number == 1 else held, following.sent)
@@ -157,23 +160,24 @@ class RingTransport:
     def steps(self, k: Tensor, v: Tensor, gradients: StepGradients = None) -> Iterator[Step]:
         if gradients is not None:
             return self._backward(k, v, gradients)
-        return (Step(keys, values, step.batches) for step, _, keys, values in self._travel(k, v, "forward"))
+        return (Step(keys, values, step.work) for step, _, keys, values in self._travel(k, v, "forward"))
 
     def _backward(self, k: Tensor, v: Tensor, own: tuple[Tensor, Tensor]) -> Iterator[Step]:
         steps, widths = self.binding.steps, (k.shape[-1], v.shape[-1])
         coming = [step.home.count + after.carried.count for step, after in itertools.pairwise(steps)]
         most = max(steps[-1].home.count, *coming, *(step.arriving for step in steps))
         pool = MessagePool(k, widths, accumulation_dtype(k.dtype), most)
+        own_rows = own[0].flatten(0, 2), own[1].flatten(0, 2)
         finish: _Finish | None = None  # ends the exchange of gradients that is under way
         for step, following, keys, values in self._travel(k, v, "backward"):
             grads = None
             if step.number:
                 (grads,) = pool.take(step.arriving)
                 grads.message.zero_()
-            yield Step(keys, values, step.batches, own if grads is None else (grads.first, grads.second))
+            yield Step(keys, values, step.work, own if grads is None else (grads.first, grads.second))
             if finish is not None:
                 finish(grads)
-            finish = None if grads is None else self._start_gradients(step, following, pool, grads, own)
+            finish = None if grads is None else self._start_gradients(step, following, pool, grads, own_rows)
         if finish is not None:
             finish(None)
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from ..compute.binding import BoundBatch, OwnBinding
+from ..compute.kernel import Work
 from .communicators import Communicator, Message, Wait
 
 
@@ -65,24 +65,31 @@ StepGradients = tuple[Tensor, Tensor] | None
 
 
 class Step(NamedTuple):
-    """Rows of keys and values, the tiles to compute with them, and in backward the rows that take their gradients."""
+    """Keys and values, the work to do with them, and in backward the tensors that take their gradients.
+
+    They are [B, Hkv, n, ...] of this rank, or rows of a payload.
+    """
 
     keys: Tensor
     values: Tensor
-    batches: tuple[BoundBatch, ...]
+    work: Work
     gradients: StepGradients = None
 
 
 class Transport(Protocol):
     """The movement of the rows of one call, by its binding."""
 
-    #: The tile that is all work of the rank, with every query once and no key of another rank; None if there is no such.
-    whole: BoundBatch | None
+    #: The rank's work if the call needs no message on any rank; else None, and `steps` yield it.
+    alone: Work | None
+
+    @property
+    def works(self) -> Sequence[Work]:
+        """The work of each step."""
 
     def steps(self, k: Tensor, v: Tensor, gradients: StepGradients = None) -> Iterator[Step]:
-        """Yields the steps of a pass; k and v are this rank's rows, [B * Hkv * n, ...] and contiguous.
+        """Yields the steps of a pass; k and v are this rank's [B, Hkv, n, ...], contiguous.
 
-        In backward, it adds to `gradients`, this rank's dk and dv.
+        In backward, it adds to `gradients`, this rank's contiguous dk and dv.
         """
 
 
@@ -145,11 +152,7 @@ def _naming(where: str) -> Iterator[None]:
         raise RuntimeError(f"{where}: {error}") from error
 
 
-class LocalTransport:
+class LocalTransport(NamedTuple):
     """The transport of a rank that needs no other: nothing moves."""
 
-    def __init__(self, binding: OwnBinding) -> None:
-        self.binding, self.whole = binding, binding.whole
-
-    def steps(self, k: Tensor, v: Tensor, gradients: StepGradients = None) -> Iterator[Step]:
-        yield Step(k, v, self.binding.batches, gradients)
+    alone: Work

@@ -8,7 +8,7 @@ from hf_ring_attention.compute.cuda_kernels import CudaFlash
 from hf_ring_attention.compute.kernel import KernelCall, Saved
 from hf_ring_attention.compute.kernels import CpuFlash, Math
 from hf_ring_attention.compute.merge import merge_
-from tests.support.cuda_operators import CheckedOperators, FlashAttention2, HeadsFirst, scores_of
+from tests.support.cuda_operators import CheckedOperators, FlashAttention2, scores_of
 
 
 def drawn(generator, *sizes):
@@ -29,7 +29,7 @@ def check(kernel, shape, rng, generator):
         rng.choice([1, 1, 2, 3]),
     )
     queries, width = rng.choice([1, *[rng.randint(1, 30)] * 3]), rng.choice([1, *[rng.randint(1, 24)] * 3])
-    if shape != "band" or width >= bands.CUT_FROM or isinstance(kernel, HeadsFirst):
+    if shape != "band" or width >= bands.CUT_FROM or isinstance(kernel, CudaFlash):
         fold_size = 1
     keys = {"full": rng.randint(1, 40), "causal": queries, "band": queries + width - 1}[shape]
     head_dim, value_dim, rows = rng.randint(1, 20), rng.randint(1, 20), (tiles, heads * group, queries * fold_size)
@@ -74,7 +74,7 @@ def test_cuda_flash_is_what_plain_math_makes_of_it(shape, monkeypatch, rng, gene
     checked = CheckedOperators(played_by=FlashAttention2, dtypes=(torch.float64,))
     monkeypatch.setattr(cuda_kernels, "aten", checked)
     for _ in range(40):
-        check(HeadsFirst(CudaFlash()), shape, rng, generator)
+        check(CudaFlash(), shape, rng, generator)
     assert len(checked.calls) == 40 * 5
 
 

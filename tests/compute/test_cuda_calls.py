@@ -12,12 +12,11 @@ from hf_ring_attention.compute import bands, cuda_kernels
 from hf_ring_attention.compute.cuda_kernels import CudaEfficient, CudaFlash
 from hf_ring_attention.compute.kernel import KernelCall, Saved
 from hf_ring_attention.compute.merge import accumulation_dtype
-from hf_ring_attention.compute.rows import Packed
-from tests.support.cuda_operators import HALVES, CheckedOperators, HeadsFirst, WithoutDeviceGuard
+from tests.support.cuda_operators import HALVES, CheckedOperators, WithoutDeviceGuard
 
 SHAPES = ("full", "causal", "band")
 CUDA_KERNELS = [
-    *((HeadsFirst(CudaFlash()), dtype) for dtype in HALVES),
+    *((CudaFlash(), dtype) for dtype in HALVES),
     *((CudaEfficient(), dtype) for dtype in (torch.float32, *HALVES)),
 ]
 #: Of q and k, and of v.
@@ -87,7 +86,7 @@ def check(kernel, dtype, shape, sizes, fold_size, widths, layout=packed):
     """Forward and backward, with results of the right sizes, dtypes and device."""
     tiles, heads, group, queries, keys = sizes
     keys = queries if shape == "causal" else keys
-    fold_size = 1 if shape != "band" or isinstance(kernel, HeadsFirst) else fold_size
+    fold_size = 1 if shape != "band" or isinstance(kernel, CudaFlash) else fold_size
     rows, (width, value_width) = queries * fold_size, widths
     q = layout(tiles, heads * group, rows, width, dtype=dtype)
     k, v = (layout(tiles, heads, keys, wide, dtype=dtype) for wide in widths)
@@ -162,29 +161,3 @@ def test_rows_that_need_no_copy_have_none(kernel, dtype, operators):
     [(_, given)] = checked.calls
     for name, x in (("query", q), ("key", k), ("value", v)):
         assert given[name].untyped_storage()._cdata == x.untyped_storage()._cdata
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", HALVES, ids=ids)
-def test_packed_tiles(dtype, shape, operators, rng):
-    """Tiles of unequal lengths, one behind the other, with where each ends."""
-    checked = operators(dtype)
-    for widths in rng.sample(WIDTHS, 4):
-        tiles, group, width = rng.randint(2, 9), rng.choice([1, 2, 4]), rng.choice([1, 16, 40])
-        queries = [rng.randint(1, 70) for _ in range(tiles)]
-        keys = {
-            "full": [rng.randint(1, 70) for _ in range(tiles)],
-            "causal": queries,
-            "band": [rows + width - 1 for rows in queries],
-        }[shape]
-        q, dout = (packed(sum(queries), group, wide, dtype=dtype) for wide in widths)
-        k, v = (packed(sum(keys), 1, wide, dtype=dtype) for wide in widths)
-        ends = [packed(tiles + 1, dtype=torch.int32) for _ in range(2)]
-        lengths = Packed(*ends, max(queries), max(keys))
-        out, lse = CudaFlash().forward(q, k, v, KernelCall(shape, 0.3, lengths=lengths))
-        assert (out.shape, out.dtype) == (dout.shape, dtype)
-        assert (lse.shape, lse.dtype) == (q.shape[:2], torch.float32)
-        grads = CudaFlash().backward(dout, Saved(q, k, v, out, lse.mT), KernelCall(shape, 0.3, lengths=lengths))
-        for grad, x in zip(grads, (q, k, v), strict=True):
-            assert (grad.shape, grad.dtype, grad.device) == (x.shape, dtype, x.device)
-    assert len(checked.calls) == 2 * 4

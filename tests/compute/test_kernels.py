@@ -8,7 +8,6 @@ from hf_ring_attention.compute.cuda_kernels import CudaEfficient, CudaFlash
 from hf_ring_attention.compute.kernel import KernelCall, Saved
 from hf_ring_attention.compute.kernels import CpuFlash, Math, choose_kernel
 from hf_ring_attention.compute.merge import accumulation_dtype
-from tests.support.cuda_operators import HeadsFirst
 
 CUDA = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 FLASH = pytest.mark.skipif(
@@ -23,7 +22,7 @@ MATH = pytest.param(Math(), "cpu", FLOATS, id="math")
 KERNELS = [
     CPU_FLASH,
     MATH,
-    pytest.param(HeadsFirst(CudaFlash()), "cuda", HALVES, id="cuda_flash", marks=[*CUDA, FLASH]),
+    pytest.param(CudaFlash(), "cuda", HALVES, id="cuda_flash", marks=[*CUDA, FLASH]),
     pytest.param(CudaEfficient(), "cuda", (torch.float32, *HALVES), id="cuda_efficient", marks=CUDA),
     pytest.param(Math(), "cuda", FLOATS, id="cuda_math", marks=CUDA),
 ]

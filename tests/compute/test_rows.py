@@ -31,7 +31,7 @@ def view_case(rng, apart):
     ]
     rows = ViewRows(
         batch=batch, heads=heads, start=start, length=length, copies=copies, advance=advance, of_head=N,
-        of_batch_row=heads * N, by_token=rng.random() < 0.5,
+        of_batch_row=heads * N,
     )  # fmt: skip
     return rows, (batch, heads), tiles
 
@@ -61,10 +61,7 @@ def index_case(rng, apart, explicit):
     numbers = torch.tensor(
         [[[(row * heads + head) * N + r for r in rows] for head, rows in of_heads] for row, of_heads in tiles]
     )
-    first, offsets, by_token = numbers[..., :1], torch.arange(length) * stride, rng.random() < 0.5
-    if by_token:
-        numbers, first, offsets = numbers.mT, first.mT, offsets[:, None]
-    rows = IndexRows(numbers, None, by_token) if explicit else IndexRows(first, offsets, by_token)
+    rows = IndexRows(numbers) if explicit else IndexRows(numbers[..., :1], torch.arange(length) * stride)
     return rows, (batch, heads), tiles
 
 
@@ -82,11 +79,6 @@ def plain(x, tiles):
     )
 
 
-def laid_out(x, rows):
-    """[tiles, heads, L, ...] as these rows are taken."""
-    return x.transpose(1, 2) if rows.by_token else x
-
-
 def each_row(tiles):
     """((batch row, head, row), (tile, head of the tile, i)) of every row of every tile."""
     for number, (row, heads) in enumerate(tiles):
@@ -98,14 +90,12 @@ def test_take(rng):
     for rows, sizes, tiles in cases(rng):
         x, lse = tensor(rng, *sizes, N, 5), tensor(rng, *sizes, N)
         before = x.clone()
-        assert torch.equal(rows.numbered().take(x.flatten(0, 2)), laid_out(plain(x, tiles), rows)), rows
+        assert torch.equal(rows.numbered().take(x.flatten(0, 2)), plain(x, tiles)), rows
         assert torch.equal(rows.numbered().take_lse(lse.flatten()), plain(lse, tiles)), rows
         assert torch.equal(x, before)
         # A wider tensor has its rows further apart.
         wider = tensor(rng, *sizes, N, 9)
-        assert torch.equal(
-            rows.numbered().take(wider.flatten(0, 2)[:, 2:6]), laid_out(plain(wider[..., 2:6], tiles), rows)
-        )
+        assert torch.equal(rows.numbered().take(wider.flatten(0, 2)[:, 2:6]), plain(wider[..., 2:6], tiles))
 
 
 def test_add_where_rows_repeat_and_overlap(rng):
@@ -117,7 +107,7 @@ def test_add_where_rows_repeat_and_overlap(rng):
         want = x.clone()
         for at, place in each_row(tiles):
             want[at] += values[place]
-        rows.numbered().add_(x.view(-1, 5), laid_out(values, rows))
+        rows.numbered().add_(x.view(-1, 5), values)
         torch.testing.assert_close(x, want, rtol=1e-13, atol=1e-13, msg=lambda text, rows=rows: f"{rows}: {text}")
     assert overlapping
 
@@ -177,8 +167,7 @@ def test_merge(dtype, rng):
             row_out, row_lse = want_out[at].clone()[None], want_lse[at].clone()[None]
             merge.merge_(row_out, row_lse, new_out[place][None], new_lse[place][None])
             want_out[at], want_lse[at] = row_out[0], row_lse[0]
-        new = laid_out(new_out, rows), laid_out(new_lse, rows)
-        rows.numbered().merge_(out.view(-1, 5), lse.view(-1), *new)
+        rows.numbered().merge_(out.view(-1, 5), lse.view(-1), new_out, new_lse)
         rounding = 4 * torch.finfo(accumulation).eps
         torch.testing.assert_close(out, want_out, rtol=rounding, atol=rounding)
         torch.testing.assert_close(lse, want_lse, rtol=rounding, atol=rounding)
@@ -201,7 +190,7 @@ def test_split(rng):
             assert sum(part.units for part in parts) == rows.units
             assert {type(part) for part in parts} == {type(rows)}
             assert {part.rows_per_unit for part in parts} == {rows.rows_per_unit}
-            taken = [laid_out(part.numbered().take(x.view(-1, 1)).squeeze(-1), rows) for part in parts]
+            taken = [part.numbered().take(x.view(-1, 1)).squeeze(-1) for part in parts]
             if isinstance(rows, ViewRows):
                 # Stretches are cut, and each part has them of all batch rows.
                 whole = plain(x, tiles).unflatten(0, (sizes[0], rows.copies))

@@ -3,7 +3,7 @@
 import itertools
 
 import hf_ring_attention as ra
-from hf_ring_attention.plan.joins import PACKED, PADDED, joined
+from hf_ring_attention.plan.joins import PADDED, joined
 from hf_ring_attention.plan.plans import plan_rank
 from hf_ring_attention.plan.problem import Problem
 from tests.support.cases import random_case
@@ -27,11 +27,9 @@ def calls_of_ranks(problem, joining):
 
 
 def test_packed_documents_in_few_calls(rng):
-    """The bounds are a third of the calls that each rank made, 108, when every residue and triangle was a tile of its own."""
     layout = ra.SequenceLayout("contiguous", TOKENS, RANKS)
     problem = Problem(ra.Pattern.parse("pyramid:512,4"), layout, (packed_documents(rng),), num_heads=32, num_kv_heads=8)
     apart = calls_of_ranks(problem, None)
-    assert calls_of_ranks(problem, PACKED) < RANKS * 108 / 3
     assert calls_of_ranks(problem, PADDED) < apart
 
 
@@ -40,15 +38,13 @@ def test_calls_hold_each_batch_once_and_no_query_row_twice(rng):
         case = random_case(rng, max_len=80)
         problem = case.problem(ra.SequenceLayout("contiguous", case.seq_len, 1))
         batches = plan_rank(problem, 0).own
-        for joining in (PADDED, PACKED, PADDED._replace(most_rows=50)):
+        for joining in (PADDED, PADDED._replace(most_rows=50)):
             calls = list(joined(batches, problem.group, joining, lambda batch: False))
             assert sorted(map(hash, itertools.chain(*calls))) == sorted(map(hash, batches))
             for call in calls:
                 assert len({batch.shape for batch in call}) == 1
                 longest = call[0]
-                assert all(b.num_keys <= longest.num_keys and b.num_queries <= longest.num_queries for b in call) or (
-                    joining.kind == "packed"
-                )
+                assert all(b.num_keys <= longest.num_keys and b.num_queries <= longest.num_queries for b in call)
                 assert len(call) == 1 or sum(batch.rows(problem.group) for batch in call) <= joining.most_rows
                 rows = list(query_rows(call, problem))
                 assert len(set(rows)) == len(rows)
@@ -89,5 +85,4 @@ def test_padding_and_copies_are_weighed_against_a_call(rng):
     # Together they are more rows than are copied at once.
     assert calls(PADDED._replace(most_rows=10**4), False) == [[4000], [4001], [6000]]
     assert calls(PADDED, True) == [[4000], [4001], [6000]]
-    assert calls(PACKED, True) == [list(lengths)]
     assert calls(None, False) == [[4000], [4001], [6000]]

@@ -1,4 +1,4 @@
-"""Tiles of unequal lengths in one kernel call, padded or packed, are what each of them is in a call of its own."""
+"""Tiles of unequal lengths in one kernel call, padded or in place, are what each of them is in a call of its own."""
 
 import dataclasses
 import itertools
@@ -77,7 +77,7 @@ def joined(monkeypatch):
 )
 @pytest.mark.parametrize("bounds", LITTLE, ids=["all", "few rows", "little padding", "few pairs"])
 def test_padded_tiles(kernel, bounds, joined, rng):
-    counted = joined(kernel, Joining("padded", **bounds))
+    counted = joined(kernel, Joining(**bounds))
     cases = joined_cases(rng, kernel, 8)
     check_cases(ra.Ring(), cases)
     for transport in ("ring", "collective"):
@@ -87,24 +87,17 @@ def test_padded_tiles(kernel, bounds, joined, rng):
         assert counted.padded
 
 
-@pytest.mark.parametrize("bounds", LITTLE[:2], ids=["all", "few rows"])
-def test_packed_tiles(bounds, joined, monkeypatch, rng):
+def test_tiles_of_flash_attention(joined, monkeypatch, rng):
     """FlashAttention for CUDA, whose calls are checked, with what they mean computed in float64."""
     operators = CheckedOperators(played_by=FlashAttention2, dtypes=(torch.float64,))
     monkeypatch.setattr(cuda_kernels, "aten", operators)
-    counted = joined(CudaFlash(), Joining("packed", **bounds))
+    joined(CudaFlash(), CudaFlash.joining)
     cases = joined_cases(rng, CudaFlash(), 8)
     check_cases(ra.Ring(), cases)
     for transport in ("ring", "collective"):
         run_simulated(lambda ring: check_cases(ring, cases[:3]), 3, layout="zigzag", transport=transport)
-    if bounds is EVERYTHING:
-        assert counted.with_lengths
-        shapes = {
-            (given["is_causal"], "window_size_left" in given)
-            for _, given in operators.calls
-            if given["query"].ndim == 3
-        }
-        assert shapes == {(False, False), (True, False), (False, True)}
+    shapes = {(given["is_causal"], "window_size_left" in given) for _, given in operators.calls}
+    assert shapes == {(False, False), (True, False), (False, True)}
 
 
 def test_calls_of_many_padded_keys_keep_their_lengths():

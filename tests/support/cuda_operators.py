@@ -225,27 +225,6 @@ SilentOperators.library.impl("forward", silent_forward, "CPU")
 SilentOperators.library.impl("backward", lambda *tensors: tuple(map(torch.zeros_like, tensors)), "CPU")
 
 
-class HeadsFirst:
-    """A kernel that takes tensors [T, L, H, ...], with tensors [T, H, L, ...] as others take them."""
-
-    def __init__(self, kernel):
-        self.kernel, self.name = kernel, kernel.name
-
-    def forward(self, q, k, v, call, totals=None):
-        found = self.kernel.forward(*turned(q, k, v), call, totals and tuple(turned(*totals)))
-        return totals or tuple(turned(*found))
-
-    def backward(self, dout, saved, call, sums=None):
-        *of_tile, lse = saved
-        of_tile = saved._make([*turned(*of_tile), lse])
-        found = self.kernel.backward(*turned(dout), of_tile, call, sums and tuple(turned(*sums)))
-        return sums or tuple(turned(*found))
-
-
-def turned(*tensors):
-    return [x.transpose(1, 2) for x in tensors]
-
-
 class FlashAttention2:
     """What FlashAttention-2 computes, with signatures of torch's, in plain math.
 

@@ -1,0 +1,99 @@
+"""The tiles of a step in batches of one shape, each computed by one kernel call or, if it is large, by several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..plan.tiles import Shape
+from .kernel import Gradients, Kernel, KernelCall, Results, Saved
+from .merge import accumulation_dtype
+from .rows import Rows
+
+#: Tiles whose rows are copied take at most about 1 / PART of the queries at once. Backward holds more tensors than forward.
+FORWARD_PART, BACKWARD_PART = 2, 8
+
+
+@dataclass(frozen=True)
+class BoundBatch:
+    """The rows of one kernel call, its shape, the folds of a band (`plan/tiles.py`), and the lengths of padded keys."""
+
+    queries: Rows
+    keys: Rows
+    shape: Shape
+    fold_size: int = 1
+    lengths: Tensor | None = None
+
+    def parts(self, max_rows: int) -> list[BoundBatch]:
+        """Returns the batch in parts of about `max_rows` query and key rows, so that one call holds little memory."""
+        size = max(1, max_rows // (self.queries.rows_per_unit + self.keys.rows_per_unit))
+        if size >= self.queries.units or self.lengths is not None:  # Joined tiles have few rows (`Joining.most_rows`).
+            return [self]
+        parts = zip(self.queries.split(size), self.keys.split(size))
+        return [BoundBatch(queries, keys, self.shape, self.fold_size) for queries, keys in parts]
+
+
+@dataclass(frozen=True)
+class BatchedTiles:
+    """A `Work` of batches of tiles. It takes views if its only batch is one tile of all queries and all keys."""
+
+    batches: tuple[BoundBatch, ...]
+    takes_views: bool
+
+    def forward(
+        self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, scale: float, totals: Results | None = None
+    ) -> Results:
+        if self.takes_views:
+            return kernel.forward(q, k, v, KernelCall(self.batches[0].shape, scale), totals)
+        dtype = accumulation_dtype(q.dtype)
+        total, lse = totals or (
+            q.new_zeros(*q.shape[:3], v.shape[-1], dtype=dtype),
+            q.new_full(q.shape[:3], -torch.inf, dtype=dtype),
+        )
+        lse_rows = lse.flatten()
+        q_rows, total_rows, k, v = map(_as_rows, (q, total, k, v))
+        for part in self._parts(q_rows, FORWARD_PART):
+            queries, keys = part.queries.numbered(), part.keys.numbered()
+            views = queries.view(total_rows), queries.view(lse_rows)
+            into = None if views[0] is None or views[1] is None else (views[0], views[1])
+            call = KernelCall(part.shape, scale, part.fold_size, part.lengths)
+            results = kernel.forward(queries.take(q_rows), keys.take(k), keys.take(v), call, into)
+            if into is None:
+                queries.merge_(total_rows, lse_rows, *results)
+        return totals or (total.to(q.dtype), lse)
+
+    def backward(
+        self, kernel: Kernel, dout: Tensor, saved: Saved, scale: float, sums: Gradients | None = None
+    ) -> Gradients:
+        if self.takes_views:
+            return kernel.backward(dout, saved, KernelCall(self.batches[0].shape, scale), sums)
+        dtype = accumulation_dtype(dout.dtype)
+        dq, dk, dv = sums or (dout.new_zeros(x.shape, dtype=dtype) for x in saved[:3])
+        dq_rows, dk_rows, dv_rows, q, k, v, out, dout = map(_as_rows, (dq, dk, dv, *saved[:4], dout))
+        lse = saved.lse.flatten()
+        for part in self._parts(q, BACKWARD_PART):
+            queries, keys = part.queries.numbered(), part.keys.numbered()
+            views = queries.view(dq_rows), keys.view(dk_rows), keys.view(dv_rows)
+            into = None if views[0] is None or views[1] is None or views[2] is None else (views[0], views[1], views[2])
+            taken = queries.take(q), keys.take(k), keys.take(v), queries.take(out), queries.take_lse(lse)
+            call = KernelCall(part.shape, scale, part.fold_size, part.lengths)
+            grads = kernel.backward(queries.take(dout), Saved(*taken), call, into)
+            if into is None:
+                queries.add_(dq_rows, grads[0])
+                keys.add_(dk_rows, grads[1])
+                keys.add_(dv_rows, grads[2])
+        return dq, dk, dv
+
+    def _parts(self, q: Tensor, part: int) -> Iterator[BoundBatch]:
+        """Yields parts that copy at most about 1 / `part` of the query rows; parts of few rows would waste time on calls."""
+        rows_at_once = max(1 << 14, q.shape[0] // part)
+        for batch in self.batches:
+            yield from batch.parts(rows_at_once)
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """Returns the rows of x [B, H, n, D]; rows of a payload as they are."""
+    return x.flatten(0, 2) if x.ndim == 4 else x
