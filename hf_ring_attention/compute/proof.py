@@ -7,6 +7,7 @@ this error. A key that is missing or seen too often makes an error of a tenth or
 
 from __future__ import annotations
 
+import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -30,6 +31,8 @@ _TOKENS, _HEADS, _KV_HEADS = 256, 4, 2
 _DOCUMENTS = (((0, 1), (1, 101), (101, 229)), ((0, 256),))
 _EXACT_DOCUMENTS = (((0, 100), (100, 228)), ((0, 256),))
 _WINDOW, _SINKS = 24, 2
+
+logger = logging.getLogger(__name__)
 
 _FAULTS: dict[tuple[Any, ...], str | None] = {}
 _LOCK = threading.Lock()
@@ -58,7 +61,10 @@ def fault_of(
         if key not in _FAULTS:
             # A thread of its own has no modes, autocast or gradients of the caller, and changes none.
             with ThreadPoolExecutor(1, thread_name_prefix="proof") as thread:
-                _FAULTS[key] = thread.submit(_fault, kernel, device, dtype, head_dim, value_dim, softcap, exact).result()
+                fault = thread.submit(_fault, kernel, device, dtype, head_dim, value_dim, softcap, exact).result()
+            if fault is not None:
+                logger.warning("kernel %s is not used on %s for %s: %s", kernel.name, device, str(dtype).removeprefix("torch."), fault)
+            _FAULTS[key] = fault
         return _FAULTS[key]
 
 

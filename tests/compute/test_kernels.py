@@ -6,6 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_ring_attention.compute.cuda_kernels import CudaEfficient, CudaFlash
 from hf_ring_attention.compute.kernel import KernelCall, Saved
+from hf_ring_attention.compute import kernels
 from hf_ring_attention.compute.kernels import CpuFlash, Math, choose_kernel
 from hf_ring_attention.compute.merge import accumulation_dtype
 
@@ -260,14 +261,23 @@ def test_math_gives_the_same_in_slices(shape, rows_at_once, generator):
         check(sliced, *(x.to(dtype) for x in (q, k, v, dout)), shape)
 
 
-def chosen(device, *call):
-    return choose_kernel.__wrapped__(torch.device(device), *call)  # past the cache
+@pytest.fixture
+def cuda_device(monkeypatch):
+    """The facts of a CUDA device and of what torch was built with; kernels need no proof."""
+
+    def has(capability=(9, 0), flash=True, cudnn=False, fused="it is not built yet"):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: flash)
+        monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: cudnn)
+        monkeypatch.setattr(kernels, "why_not_fused", lambda *_: fused)
+
+    monkeypatch.setattr(kernels, "fault_of", lambda *_: None)
+    return has
 
 
-def test_kernels_are_chosen(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+def test_kernels_are_chosen(cuda_device):
     for available in (True, False):
-        monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda available=available: available)
+        cuda_device(flash=available)
         flash = CudaFlash if available else CudaEfficient
         for device, dtype, head_dim, value_dim, want in [
             *(("cpu", dtype, 64, 64, CpuFlash) for dtype in FLOATS),
@@ -280,15 +290,16 @@ def test_kernels_are_chosen(monkeypatch):
             ("cuda", torch.float64, 64, 64, Math),
             ("mps", torch.float32, 64, 64, Math),
         ]:
-            kernel = chosen(device, dtype, head_dim, value_dim)
+            kernel, decision, _ = choose_kernel(torch.device(device), dtype, head_dim, value_dim)
             assert type(kernel) is want, (device, dtype, head_dim, value_dim, available)
+            assert kernel.name == decision.choice
     cpu = torch.device("cpu")
-    assert choose_kernel(cpu, torch.float32, 8, 8) is choose_kernel(cpu, torch.float32, 8, 8)
+    assert choose_kernel(cpu, torch.float32, 8, 8).kernel is choose_kernel(cpu, torch.float32, 8, 8).kernel
 
 
-def test_older_devices_get_kernels_that_they_can_run(monkeypatch):
+def test_older_devices_get_kernels_that_they_can_run(cuda_device, monkeypatch):
     """FlashAttention-2, and bfloat16 in any fused kernel, begin with compute capability 8.0; V100 and T4 are 7.0 and 7.5."""
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    cuda_device()
     asked = []
     for capability, half, bfloat, single in [
         ((7, 0), CudaEfficient, Math, CudaEfficient),
@@ -300,11 +311,13 @@ def test_older_devices_get_kernels_that_they_can_run(monkeypatch):
         monkeypatch.setattr(
             torch.cuda, "get_device_capability", lambda device, own=capability: asked.append(device) or own
         )
+        device = torch.device("cuda:1")
         for dtype, want in ((torch.float16, half), (torch.bfloat16, bfloat), (torch.float32, single)):
-            assert type(chosen("cuda:1", dtype, 128, 128)) is want, (capability, dtype)
+            assert type(choose_kernel(device, dtype, 128, 128).kernel) is want, (capability, dtype)
         no_backward = capability in ((8, 9), (12, 0))  # of FlashAttention-2, for some widths
         for width in (200, 224):
-            assert type(chosen("cuda:1", torch.float16, width, 64)) is (CudaEfficient if no_backward else half)
+            kernel = choose_kernel(device, torch.float16, width, 64).kernel
+            assert type(kernel) is (CudaEfficient if no_backward else half)
     assert set(asked) == {torch.device("cuda:1")}, "devices of one machine may differ"
 
 

@@ -59,7 +59,7 @@ def assert_same(found, expected):
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize(("device", "dtype", "softcap", "name"), KERNELS)
 def test_attention_by_each_kernel(device, dtype, softcap, name, pattern, rng):
-    assert choose_kernel(torch.device(device), dtype, 16, 16, softcap).name == name
+    assert choose_kernel(torch.device(device), dtype, 16, 16, softcap).kernel.name == name
     call = (rng.randrange(2**32), pattern, ra.Ring.alone(), device, dtype, softcap)
     assert_same(attend(True, *call), attend(False, *call))
 

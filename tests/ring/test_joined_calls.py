@@ -9,7 +9,8 @@ import torch
 import hf_ring_attention as ra
 from hf_ring_attention.compute import cuda_kernels
 from hf_ring_attention.compute.cuda_kernels import CudaFlash
-from hf_ring_attention.compute.kernels import CpuFlash, Math
+from hf_ring_attention.compute.kernels import Chosen, CpuFlash, Math
+from hf_ring_attention.plan.choices import Decision
 from hf_ring_attention.plan.joins import Joining
 from hf_ring_attention.ring import attention
 from tests.support.cases import check_cases, random_cases
@@ -65,7 +66,7 @@ def joined(monkeypatch):
 
     def computed_by(kernel, joining):
         counted = JoinedCalls(kernel, joining)
-        monkeypatch.setattr(attention, "choose_kernel", lambda *_: counted)
+        monkeypatch.setattr(attention, "choose_kernel", lambda *_: Chosen(counted, Decision("math", "a test asks for it"), "calls"))
         return counted
 
     return computed_by

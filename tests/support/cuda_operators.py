@@ -289,7 +289,8 @@ class CudnnAttention:
         self, query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, return_debug_mask=False, *,
         scale=None,
     ):  # fmt: skip
-        out, lse = FlashAttention2.forward(*turned(query, key, value), scale, is_causal, None, None)
+        by_token = [x.transpose(1, 2) for x in (query, key, value)]
+        out, lse = FlashAttention2.forward(*by_token, scale, is_causal, None, None)
         lse = lse.unsqueeze(-1) if self.lse_dims == 4 else lse
         return out.transpose(1, 2), lse, None, None, *lengths(query, key), None, None, None
 
@@ -297,9 +298,9 @@ class CudnnAttention:
         self, grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias, cum_seq_q, cum_seq_k,
         max_q, max_k, dropout_p, is_causal, *, scale=None,
     ):  # fmt: skip
-        tensors = turned(grad_out, query, key, value, out)
-        grads = FlashAttention2.backward(*tensors, logsumexp.squeeze(-1), scale, is_causal, None, None)
-        return tuple(turned(*grads))
+        by_token = [x.transpose(1, 2) for x in (grad_out, query, key, value, out)]
+        grads = FlashAttention2.backward(*by_token, logsumexp.squeeze(-1), scale, is_causal, None, None)
+        return tuple(x.transpose(1, 2) for x in grads)
 
 
 def parts(x, ends, longest):
