@@ -16,7 +16,9 @@ from tests.support.cuda_operators import SilentOperators
 def count_for_cuda(monkeypatch):
     """Has every call take the way of CUDA's FlashAttention-2, whose operators compute nothing."""
     monkeypatch.setattr(cuda_kernels, "aten", SilentOperators)
-    monkeypatch.setattr(attention, "choose_kernel", lambda *_: Chosen(CudaFlash(), Decision("flash", "it is counted"), "calls"))
+    monkeypatch.setattr(
+        attention, "choose_kernel", lambda *_: Chosen(CudaFlash(), Decision("flash", "it is counted"), "calls")
+    )
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..plan.choices import Decision
 from ..plan.joins import PADDED
-from ..plan.kernel_choice import CallFacts, DeviceFacts, TileKinds, kernel_candidates
+from ..plan.kernel_choice import ANY_TILES, CallFacts, DeviceFacts, TileKinds, kernel_candidates
 from .bands import Masked, MaskedKernel
 from .cuda_kernels import CudaEfficient, CudaFlash, Cudnn
 from .fused.choice import fused_kernel, why_not_fused
@@ -142,7 +142,7 @@ def choose_kernel(
     value_dim: int,
     softcap: float | None = None,
     setting: str = "auto",
-    tiles: TileKinds = TileKinds(),
+    tiles: TileKinds = ANY_TILES,
 ) -> Chosen:
     """Returns the kernel that was asked for, or with "auto" the fastest one that computes this and has proved itself.
 
@@ -170,7 +170,10 @@ def choose_kernel(
 
 
 def _facts_of(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> DeviceFacts:
-    deterministic, not_fused = torch.are_deterministic_algorithms_enabled(), why_not_fused(device, dtype, head_dim, value_dim)
+    deterministic, not_fused = (
+        torch.are_deterministic_algorithms_enabled(),
+        why_not_fused(device, dtype, head_dim, value_dim),
+    )
     if device.type != "cuda":
         return DeviceFacts(device.type, deterministic=deterministic, not_fused=not_fused)
     return DeviceFacts(
@@ -194,8 +197,12 @@ def torch_flash() -> str | None:
 def _kernel(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, softcap: float | None
 ) -> Kernel:
-    if name == "fused":
-        return fused_kernel(device, dtype, head_dim, value_dim, softcap)
-    if name == "math":
-        return Math(softcap)
-    return {"cpu_flash": CpuFlash, "flash": CudaFlash, "cudnn": Cudnn, "efficient": CudaEfficient}[name]()
+    kernels: dict[str, Callable[[], Kernel]] = {
+        "fused": lambda: fused_kernel(device, dtype, head_dim, value_dim, softcap),
+        "flash": CudaFlash,
+        "cudnn": Cudnn,
+        "efficient": CudaEfficient,
+        "cpu_flash": CpuFlash,
+        "math": lambda: Math(softcap),
+    }
+    return kernels[name]()

@@ -8,6 +8,7 @@ this error. A key that is missing or seen too often makes an error of a tenth or
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -63,7 +64,13 @@ def fault_of(
             with ThreadPoolExecutor(1, thread_name_prefix="proof") as thread:
                 fault = thread.submit(_fault, kernel, device, dtype, head_dim, value_dim, softcap, exact).result()
             if fault is not None:
-                logger.warning("kernel %s is not used on %s for %s: %s", kernel.name, device, str(dtype).removeprefix("torch."), fault)
+                logger.warning(
+                    "kernel %s is not used on %s for %s: %s",
+                    kernel.name,
+                    device,
+                    str(dtype).removeprefix("torch."),
+                    fault,
+                )
             _FAULTS[key] = fault
         return _FAULTS[key]
 
@@ -99,25 +106,28 @@ def _fault(
 
 def _compared(kernel: Kernel, inputs: list[Tensor], softcap: float | None, exact: bool, causal: bool) -> str | None:
     """Returns the errors of a kernel that are beyond their bounds; None if none is."""
-    *tensors, dout = inputs
-    q, dtype, scale = tensors[0], tensors[0].dtype, tensors[0].shape[-1] ** -0.5
+    dtype, device, scale = inputs[0].dtype, inputs[0].device, inputs[0].shape[-1] ** -0.5
     documents = _EXACT_DOCUMENTS if exact else _DOCUMENTS
     pattern = Pattern.exact() if exact else Pattern.window(_WINDOW, _SINKS)
     layout = SequenceLayout("contiguous", _TOKENS, 1)
     problem = Problem(pattern, layout, documents, num_heads=_HEADS, num_kv_heads=_KV_HEADS, causal=causal)
-    work = bind_own(problem, 0, q.device, kernel.joining)
-    q, k, v = (x if work.takes_views else x.contiguous() for x in tensors)
+    work = bind_own(problem, 0, device, kernel.joining)
+    q, k, v, dout = (x if work.takes_views else x.contiguous() for x in inputs)
     out, lse = work.forward(kernel, q, k, v, scale)
-    found = out, *work.backward(kernel, dout, Saved(q, k, v, out, lse), scale), lse.unsqueeze(-1)
+    saved, wide = Saved(q, k, v, out, lse), accumulation_dtype(dtype)
+    found = [out, *work.backward(kernel, dout, saved, scale), lse.unsqueeze(-1)]
+    # In a ring, steps add to the results of others: here each key comes a second time.
+    twice, lse_of_two = work.forward(kernel, q, k, v, scale, (out.to(wide).contiguous(), lse.clone()))
+    sums = torch.zeros_like(q, dtype=wide), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+    added = [twice, *work.backward(kernel, dout, saved, scale, sums), lse_of_two.unsqueeze(-1) - math.log(2)]
 
-    seen = torch.stack([_seen(row, exact, causal) for row in documents]).unsqueeze(1).to(q.device)
-    expected = _plain(torch.float64, *inputs, seen, scale, softcap)
-    plain = _plain(dtype, *inputs, seen, scale, softcap)
-    plain[-1] = _plain(accumulation_dtype(dtype), *inputs, seen, scale, softcap)[-1]  # kernels round no scores to 16 bits
+    seen = torch.stack([_seen(row, exact, causal) for row in documents]).unsqueeze(1).to(device)
+    expected, plain, plain_wide = (_plain(kind, inputs, seen, scale, softcap) for kind in (torch.float64, dtype, wide))
+    plain[-1] = plain_wide[-1]  # Kernels do not round scores to 16 bits.
     faults, factor = [], FACTOR if dtype.itemsize == 2 else FLOAT32_FACTOR
-    for name, x, rough, right in zip(("out", "dq", "dk", "dv", "lse"), found, plain, expected, strict=True):
+    for name, x, y, rough, right in zip(("out", "dq", "dk", "dv", "lse"), found, added, plain, expected, strict=True):
         rounding = torch.finfo(dtype).eps / (64 if name == "lse" else 1)
-        error, bound = _error(x, right), factor * (_error(rough, right) + rounding)
+        error, bound = max(_error(x, right), _error(y, right)), factor * (_error(rough, right) + rounding)
         if not error <= bound:
             faults.append(f"{name} is {error:.1e} off, of at most {bound:.1e}")
     return ", ".join(faults) or None
@@ -134,13 +144,10 @@ def _seen(documents: tuple[tuple[int, int], ...], exact: bool, causal: bool) -> 
     return seen
 
 
-def _plain(
-    dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, seen: Tensor, scale: float, softcap: float | None
-) -> list[Tensor]:
+def _plain(dtype: torch.dtype, inputs: list[Tensor], seen: Tensor, scale: float, softcap: float | None) -> list[Tensor]:
     """Returns out, dq, dk, dv and lse [B, H, n, 1] by matrices of all pairs in one dtype."""
-    group = q.shape[1] // k.shape[1]
-    q, dout = q.to(dtype), dout.to(dtype)
-    k, v = (x.to(dtype).repeat_interleave(group, 1) for x in (k, v))
+    group = _HEADS // _KV_HEADS
+    q, k, v, dout = (x.to(dtype).repeat_interleave(_HEADS // x.shape[1], 1) for x in inputs)
     scores, slope = q @ k.mT * scale, torch.ones((), dtype=dtype, device=q.device)
     if softcap is not None:
         tanh = torch.tanh(scores / softcap)

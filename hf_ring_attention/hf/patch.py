@@ -33,7 +33,16 @@ from .hybrid_types import hybrids_of
 from .model_call import attach_ring, before_model
 from .registration import IMPLEMENTATION
 from .support import check_model, class_name
-from .wrappers import Attachment, attached_ring, attachment_of, check_ring, inner_model, is_patched, runner_of, wrapped_modules
+from .wrappers import (
+    Attachment,
+    attached_ring,
+    attachment_of,
+    check_ring,
+    inner_model,
+    is_patched,
+    runner_of,
+    wrapped_modules,
+)
 
 #: The one field of all of PEFT's configs that takes any dict. PEFT itself uses it for adapters without a task_type alone.
 _FIELD = "auto_mapping"
@@ -128,8 +137,7 @@ def patch_model(
         ring: the ranks that compute each row together. All of them call the model with the same whole rows, and get what one
             device returns; the mean of their gradients is its gradient. Under tensor parallelism these are the ranks with the
             same heads: `ra.Ring(mesh)` for a mesh of ("cp", "tp"). None: this process computes whole rows alone.
-        kernel: as for `Ring`, for a model without a ring, or the ring's; None keeps the ring's, or else the kernel that the model
-            has.
+        kernel: as for `Ring`, for a model without a ring; None takes the ring's, or keeps what the model has.
 
     Returns:
         The model.
@@ -157,7 +165,7 @@ def patch_model(
     check_model(inner, sharded=ring is not None and ring.world_size > 1)
     if ring is not None:
         check_ring(inner, ring)
-    kernel = _kernel_of(inner, ring, kernel)
+    kernel_name = _kernel_of(inner, ring, kernel)
     config = inner.config.get_text_config()
     if pattern is not None:
         patch_config(inner.config, pattern)
@@ -168,7 +176,7 @@ def patch_model(
     if settings_of(config) is not None:
         keep_implementation(inner.config)
     remember_pattern(adapters_of(model), inner.config)
-    attach_ring(inner, ring, kernel)
+    attach_ring(inner, ring, kernel_name)
     hybrids = hybrids_of(config)
     if hybrids is not None:
         hybrids.attach_mixers(inner)
@@ -183,7 +191,9 @@ def _kernel_of(model: PreTrainedModel, ring: Ring | None, kernel: str | None) ->
         attachment = attachment_of(runner_of(model)) or Attachment()
         return attachment.kernel if kernel is None else kernel
     if kernel is not None and kernel != ring.kernel:
-        raise ValueError(f"patch_model: got kernel={kernel!r} and a ring with kernel={ring.kernel!r}: make the ring with it")
+        raise ValueError(
+            f"patch_model: got kernel={kernel!r} and a ring with kernel={ring.kernel!r}: make the ring with it"
+        )
     return ring.kernel
 
 

@@ -39,6 +39,10 @@ class TileKinds(NamedTuple):
         return "exact documents on one rank" if self.whole_rows else "tiles of any shape"
 
 
+#: Tiles that may have any shape.
+ANY_TILES = TileKinds()
+
+
 class DeviceFacts(NamedTuple):
     """The facts of a device and of the installed libraries that decide which kernels run there."""
 

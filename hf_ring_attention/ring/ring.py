@@ -46,9 +46,9 @@ class Ring:
             have equal work. "local": one rank. "auto": as `plan.choices.choose_transport` decides for each call.
         heads: with transport="heads", how many neighbouring ranks exchange heads; None for all. Keys and values then travel
             round rings of the ranks that have the same heads.
-        kernel: the kernel that computes tiles, equal on all ranks; `plan.kernel_choice` has the reasons. "auto": the fastest one
-            for each call and device. "fused", "flash", "cudnn", "efficient": one kernel of CUDA, and an error if it cannot
-            compute a call. "math": plain math, on every device. On a CPU, "auto" takes torch's flash attention for CPUs.
+        kernel: the setting of all ranks. "auto": for each call the fastest kernel that computes it on its device, as
+            `plan.kernel_choice` decides; on a CPU, torch's flash attention for CPUs. "fused", "flash", "cudnn", "efficient":
+            a kernel of CUDA, or an error if it cannot compute a call. "math": plain math, on every device.
 
     Raises:
         ValueError: an unknown name; a transport that cannot serve this many ranks; a group or mesh without this rank, or a

@@ -66,7 +66,7 @@ def joined(monkeypatch):
 
     def computed_by(kernel, joining):
         counted = JoinedCalls(kernel, joining)
-        monkeypatch.setattr(attention, "choose_kernel", lambda *_: Chosen(counted, Decision("math", "a test asks for it"), "calls"))
+        monkeypatch.setattr(attention, "choose_kernel", lambda *_: Chosen(counted, Decision("math", "a test"), "calls"))
         return counted
 
     return computed_by

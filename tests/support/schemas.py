@@ -15,7 +15,8 @@ _OTHERS = (
     f"_flash_attention_backward(Tensor grad_out, {_TENSORS}, Tensor out, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, "
     f"{_PACKED}, Tensor rng_state, Tensor unused, {_WINDOW}) -> {_THREE}",
     f"_scaled_dot_product_efficient_attention({_TENSORS}, Tensor? attn_bias, bool compute_log_sumexp, float dropout_p=0.0, "
-    "bool is_causal=False, *, float? scale=None) -> (Tensor output, Tensor log_sumexp, Tensor philox_seed, Tensor philox_offset)",
+    "bool is_causal=False, *, float? scale=None) "
+    "-> (Tensor output, Tensor log_sumexp, Tensor philox_seed, Tensor philox_offset)",
     f"_scaled_dot_product_efficient_attention_backward(Tensor grad_out_, {_TENSORS}, Tensor attn_bias, Tensor out, "
     "Tensor logsumexp, Tensor philox_seed, Tensor philox_offset, float dropout_p, bool[4] grad_input_mask, "
     "bool is_causal=False, *, float? scale=None) -> (Tensor, Tensor, Tensor, Tensor)",
@@ -33,7 +34,9 @@ _TEXTS = {
 }
 #: By release, and by the operator's name.
 SCHEMAS = {
-    release: {schema.name.removeprefix("aten::"): schema for schema in (parse_schema(f"aten::{text}") for text in texts)}
+    release: {
+        schema.name.removeprefix("aten::"): schema for schema in (parse_schema(f"aten::{text}") for text in texts)
+    }
     for release, texts in _TEXTS.items()
 }
 
