@@ -9,6 +9,7 @@ from hf_ring_attention.compute.cuda_kernels import CudaEfficient, CudaFlash
 from hf_ring_attention.compute.kernel import KernelCall, Saved
 from hf_ring_attention.compute.kernels import CpuFlash, Math, choose_kernel
 from hf_ring_attention.compute.merge import accumulation_dtype
+from tests.support.cuda_operators import EfficientAttention
 
 CUDA = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 FLASH = pytest.mark.skipif(
@@ -328,41 +329,6 @@ def test_other_dtypes_are_refused(dtype, device):
         choose_kernel(torch.device(device), dtype, 64, 64)
 
 
-class EfficientOperators:
-    """The operators of the efficient kernel, played by the CPU's; they have no grouped heads."""
-
-    cpu = torch.ops.aten
-
-    @classmethod
-    def _scaled_dot_product_efficient_attention(cls, q, k, v, bias, compute_lse, dropout, causal, scale):
-        assert q.shape[1] == k.shape[1] == v.shape[1]
-        mask = cls.mask(bias, q, k)
-        forward = cls.cpu._scaled_dot_product_flash_attention_for_cpu
-        return *forward(q, k, v, dropout, causal, attn_mask=mask, scale=scale), None, None
-
-    @classmethod
-    def _scaled_dot_product_efficient_attention_backward(
-        cls, dout, q, k, v, bias, out, lse, seed, offset, dropout, wanted, causal, scale
-    ):
-        assert q.shape[1] == k.shape[1] == v.shape[1]
-        assert lse.shape[-1] % 32 == 0
-        lse, mask = lse[..., : q.shape[2]].contiguous(), cls.mask(bias, q, k)
-        # The kernel finds the rows of out by the sizes of out, not by its stride (o_strideM() of kernel_backward.h).
-        row_stride = out.shape[1] * out.shape[3]
-        out = out.as_strided(out.shape, (*out.stride()[:2], row_stride, 1), out.storage_offset())
-        backward = cls.cpu._scaled_dot_product_flash_attention_for_cpu_backward
-        return *backward(dout, q, k, v, out, lse, dropout, causal, attn_mask=mask, scale=scale), None
-
-    @staticmethod
-    def mask(bias, q, k):
-        """The operator asks for a bias of every tile and head whose rows are aligned, and reads it without copies."""
-        if bias is not None:
-            assert bias.shape == (*q.shape[:3], k.shape[2])
-            assert bias.stride()[:2] == (0, 0)
-            assert bias.stride(2) % 16 == 0
-        return bias
-
-
 @pytest.mark.parametrize("shape", ["full", "causal", "band"])
 def test_the_efficient_kernel_serves_groups_without_repeating_keys(monkeypatch, shape):
     queries = 3 if shape == "band" else 5
@@ -371,7 +337,7 @@ def test_the_efficient_kernel_serves_groups_without_repeating_keys(monkeypatch, 
     want = Math().forward(q, k, v, KernelCall(shape, 0.3))
     want += Math().backward(dout, Saved(q, k, v, *want), KernelCall(shape, 0.3))
     with monkeypatch.context() as patched:
-        patched.setattr("hf_ring_attention.compute.cuda_kernels.aten", EfficientOperators)
+        patched.setattr("hf_ring_attention.compute.cuda_kernels.aten", EfficientAttention)
         got = CudaEfficient().forward(q, k, v, KernelCall(shape, 0.3))
         got += CudaEfficient().backward(dout, Saved(q, k, v, *got), KernelCall(shape, 0.3))
     for x, y in zip(got, want, strict=True):
