@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ class BoundBatch:
     shape: Shape
     fold_size: int = 1
     lengths: Tensor | None = None
+    fresh: bool = False  # whether no batch before this one in a rank's own work has any of its query rows
 
     def parts(self, max_rows: int) -> list[BoundBatch]:
         """Returns the batch in parts of about `max_rows` query and key rows, so that one call holds little memory."""
@@ -33,25 +34,36 @@ class BoundBatch:
         if size >= self.queries.units or self.lengths is not None:  # Joined tiles have few rows (`Joining.most_rows`).
             return [self]
         parts = zip(self.queries.split(size), self.keys.split(size))
-        return [BoundBatch(queries, keys, self.shape, self.fold_size) for queries, keys in parts]
+        return [replace(self, queries=queries, keys=keys) for queries, keys in parts]
 
 
 @dataclass(frozen=True)
 class BatchedTiles:
-    """A `Work` of batches of tiles. It takes views if its only batch is one tile of all queries and all keys."""
+    """A `Work` of batches of tiles, with fresh batches first.
+
+    Attributes:
+        takes_views: whether the only batch is one tile of all queries and all keys.
+        covered: whether fresh batches have every query row.
+    """
 
     batches: tuple[BoundBatch, ...]
-    takes_views: bool
+    takes_views: bool = False
+    covered: bool = False
+
+    def _new(self, like: Tensor, width: int) -> Tensor:
+        """Returns a tensor of all query rows, to write or to add to: in q's dtype if every row is written once."""
+        dtype = like.dtype if all(batch.fresh for batch in self.batches) else accumulation_dtype(like.dtype)
+        sizes = *like.shape[:3], width
+        return like.new_empty(sizes, dtype=dtype) if self.covered else like.new_zeros(sizes, dtype=dtype)
 
     def forward(
         self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, scale: float, totals: Results | None = None
     ) -> Results:
         if self.takes_views:
             return kernel.forward(q, k, v, KernelCall(self.batches[0].shape, scale), totals)
-        dtype = accumulation_dtype(q.dtype)
         total, lse = totals or (
-            q.new_zeros(*q.shape[:3], v.shape[-1], dtype=dtype),
-            q.new_full(q.shape[:3], -torch.inf, dtype=dtype),
+            self._new(q, v.shape[-1]),
+            q.new_full(q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype)),
         )
         lse_rows = lse.flatten()
         q_rows, total_rows, k, v = map(_as_rows, (q, total, k, v))
@@ -59,9 +71,13 @@ class BatchedTiles:
             queries, keys = part.queries.numbered(), part.keys.numbered()
             views = queries.view(total_rows), queries.view(lse_rows)
             into = None if views[0] is None or views[1] is None else (views[0], views[1])
-            call = KernelCall(part.shape, scale, part.fold_size, part.lengths)
+            fresh = part.fresh and totals is None
+            call = KernelCall(part.shape, scale, part.fold_size, part.lengths, fresh)
             results = kernel.forward(queries.take(q_rows), keys.take(k), keys.take(v), call, into)
-            if into is None:
+            if into is None and fresh:
+                queries.write_(total_rows, results[0])
+                queries.write_(lse_rows, results[1])
+            elif into is None:
                 queries.merge_(total_rows, lse_rows, *results)
         return totals or (total.to(q.dtype), lse)
 
@@ -71,7 +87,11 @@ class BatchedTiles:
         if self.takes_views:
             return kernel.backward(dout, saved, KernelCall(self.batches[0].shape, scale), sums)
         dtype = accumulation_dtype(dout.dtype)
-        dq, dk, dv = sums or (dout.new_zeros(x.shape, dtype=dtype) for x in saved[:3])
+        dq, dk, dv = sums or (
+            self._new(dout, saved.q.shape[-1]),
+            dout.new_zeros(saved.k.shape, dtype=dtype),
+            dout.new_zeros(saved.v.shape, dtype=dtype),
+        )
         dq_rows, dk_rows, dv_rows, q, k, v, out, dout = map(_as_rows, (dq, dk, dv, *saved[:4], dout))
         lse = saved.lse.flatten()
         for part in self._parts(q, BACKWARD_PART):
@@ -79,10 +99,11 @@ class BatchedTiles:
             views = queries.view(dq_rows), keys.view(dk_rows), keys.view(dv_rows)
             into = None if views[0] is None or views[1] is None or views[2] is None else (views[0], views[1], views[2])
             taken = queries.take(q), keys.take(k), keys.take(v), queries.take(out), queries.take_lse(lse)
-            call = KernelCall(part.shape, scale, part.fold_size, part.lengths)
+            fresh = part.fresh and sums is None
+            call = KernelCall(part.shape, scale, part.fold_size, part.lengths, fresh)
             grads = kernel.backward(queries.take(dout), Saved(*taken), call, into)
             if into is None:
-                queries.add_(dq_rows, grads[0])
+                queries.write_(dq_rows, grads[0]) if fresh else queries.add_(dq_rows, grads[0])
                 keys.add_(dk_rows, grads[1])
                 keys.add_(dv_rows, grads[2])
         return dq, dk, dv

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..plan.joins import InPlace, joined
+from ..plan.joins import InPlace, Kind, fresh_kinds, joined
 from ..plan.plans import TileBatch, tiles_from
 from ..plan.problem import Problem
 from .bands import folds_are_heads
@@ -30,36 +31,52 @@ class Binder:
         self.query_rows = problem.layout.local_len if held is None else held.num_queries
         self.key_rows = problem.layout.local_len if held is None else held.num_rows
 
-    def calls(
+    def _calls(
         self,
         batches: Sequence[TileBatch],
         view: Callable[[TileBatch], BoundBatch | None],
         key_rows: int,
         places: Callable[[Tensor], Tensor] | None = None,
-    ) -> Work:
-        """Returns the work of these tiles; `view` returns the rows of a batch as views or None.
+        fresh: Collection[Kind] = (),
+    ) -> tuple[BoundBatch, ...]:
+        """Returns the kernel calls of these tiles; `view` returns the rows of a batch as views or None.
 
         Tiles number keys as in a [B, Hkv, key_rows] tensor; `places` takes these numbers to those of the rows that are here.
+        Kinds of batches that are fresh come first.
         """
 
         def keys(batch: TileBatch) -> IndexRows:
             rows = self._rows(self._first_rows(batch, key_rows, "keys"), batch.num_keys, batch.key_stride)
             return rows if places is None else IndexRows(places(rows.numbers()))
 
-        calls = []
+        calls: list[BoundBatch] = []
         for call in joined(batches, self.group, self.joining, lambda batch: view(batch) is not None):
+            batch = call[0]
             if len(call) > 1:
-                calls.append(self._joined(call, [keys(batch).numbers() for batch in call]))
-                continue
-            [batch] = call
-            bound = view(batch)
-            calls.append(bound or BoundBatch(self._queries(batch), keys(batch), batch.shape, self._fold_size(batch)))
-        return BatchedTiles(tuple(calls), places is None and self._is_one_tile(calls))
+                bound = self._joined(call, [keys(batch).numbers() for batch in call])
+            else:
+                bound = view(batch) or BoundBatch(
+                    self._queries(batch), keys(batch), batch.shape, self._fold_size(batch)
+                )
+            calls.append(replace(bound, fresh=(batch.visit, batch.shape) in fresh))
+        return tuple(sorted(calls, key=lambda bound: not bound.fresh))
+
+    def remote(
+        self,
+        batches: Sequence[TileBatch],
+        view: Callable[[TileBatch], BoundBatch | None],
+        key_rows: int,
+        places: Callable[[Tensor], Tensor],
+    ) -> Work:
+        """Returns the work of tiles with the keys of a payload; `_calls` has the arguments."""
+        return BatchedTiles(self._calls(batches, view, key_rows, places))
 
     def own(self, batches: Sequence[TileBatch], heads: range) -> Work:
         """Returns the work of tiles of these heads with keys of this rank."""
         place = heads.start * self.key_rows, self.key_rows, self.problem.num_kv_heads
-        return self.calls(batches, lambda batch: self.view(batch, heads, *place), self.key_rows)
+        fresh, covered = fresh_kinds(batches, self.group, self.batch * self.problem.num_heads * self.query_rows)
+        calls = self._calls(batches, lambda batch: self.view(batch, heads, *place), self.key_rows, fresh=fresh)
+        return BatchedTiles(calls, self._is_one_tile(calls), covered)
 
     def _joined(self, call: list[TileBatch], keys: list[Tensor]) -> BoundBatch:
         """Returns batches of unequal tiles as one call; `keys` are the row numbers of each."""

@@ -33,7 +33,7 @@ class CudaFlash:
         out, lse, *_ = aten._flash_attention_forward(
             q, k, v, *lengths, 0.0, call.shape == "causal", False, scale=call.scale, **_sides(call, q, k)
         )
-        return merged((narrowed(out, value_dim).transpose(1, 2), lse), totals)
+        return merged((narrowed(out, value_dim).transpose(1, 2), lse), totals, call)
 
     def backward(self, dout: Tensor, saved: Saved, call: KernelCall, sums: Gradients | None = None) -> Gradients:
         q, k, v, out, lse = saved
@@ -46,7 +46,7 @@ class CudaFlash:
             scale=call.scale, **_sides(call, q, k),
         )  # fmt: skip
         dq, dk, dv = (narrowed(grad, width).transpose(1, 2) for grad, width in zip(grads, widths))
-        return added((dq, dk, dv), sums)
+        return added((dq, dk, dv), sums, call)
 
 
 def _sides(call: KernelCall, q: Tensor, k: Tensor) -> dict[str, int]:

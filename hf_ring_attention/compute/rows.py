@@ -1,8 +1,9 @@
 """The rows of a tile batch among the rows of a tensor [B, H, n, ...]: views if they lie side by side, else gathers.
 
 All functions take tensors as their rows, [B * H * n, ...]. Both kinds `take` rows to [tiles, heads, L, ...], the kernels'
-shape, and bring results back by `add_` and `merge_`. No two tiles of a batch share a query row of a head, so results are
-merged without conflicts; key rows may repeat. `split` yields the same rows in parts of at most so many of their equal `units`.
+shape, and bring results back by `write_`, `add_` and `merge_`. No two tiles of a batch share a query row of a head, so results
+are written and merged without conflicts; key rows may repeat. `split` yields the same rows in parts of at most so many of
+their equal `units`.
 
 On a GPU, starting an operation often takes longer than its work, so these functions need few of them, views included.
 """
@@ -82,6 +83,11 @@ class ViewRows:
             window = part._window(x)
             window.add_(values[:, turn::turns].reshape(window.shape))
 
+    def write_(self, x: Tensor, values: Tensor) -> None:
+        """Writes values over the rows of x, each of which is in one tile."""
+        window = self._window(x)
+        window.copy_(values.reshape(window.shape))
+
     def merge_(self, out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
         out, lse = self._window(out), self._window(lse)
         merge.merge_(out, lse, new_out.reshape(out.shape), new_lse.reshape(lse.shape))
@@ -139,6 +145,9 @@ class IndexRows:
 
     def add_(self, x: Tensor, values: Tensor) -> None:
         x.index_add_(0, self._flat, values.to(x.dtype).reshape(-1, x.shape[1]))
+
+    def write_(self, x: Tensor, values: Tensor) -> None:
+        x.index_put_((self._without_padding(self.first),), self._without_padding(values).to(x.dtype))
 
     def merge_(self, out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
         numbers, new_out, new_lse = map(self._without_padding, (self.first, new_out, new_lse))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 from .plans import TileBatch
+from .tiles import Shape
 
 
 class Joining(NamedTuple):
@@ -54,6 +55,51 @@ def joined(
                 yield call
             call = [batch]
         yield call
+
+
+#: The visit and the shape of a batch of tiles: batches of one kind share no query row.
+Kind = tuple[tuple[int, int], Shape]
+
+
+def fresh_kinds(batches: Sequence[TileBatch], group: int, num_rows: int) -> tuple[set[Kind], bool]:
+    """Returns kinds of batches that share no query row with each other, and whether they have all `num_rows` of all heads."""
+    kinds: dict[Kind, list[TileBatch]] = {}
+    for batch in batches:
+        kinds.setdefault((batch.visit, batch.shape), []).append(batch)
+    fresh: set[Kind] = set()
+    chosen: list[TileBatch] = []
+    for kind, alike in kinds.items():
+        count = sum(batch._replace(num_keys=0).rows(group) for batch in alike)
+        if count <= num_rows and _are_apart(chosen, alike):
+            fresh.add(kind)
+            chosen += alike
+            num_rows -= count
+        if not num_rows:
+            break
+    return fresh, not num_rows
+
+
+def _are_apart(some: list[TileBatch], others: list[TileBatch]) -> bool:
+    """Returns whether no stretch of rows that has a tile of `some` meets one of `others`; folds may lie between others."""
+    if not some:
+        return True
+    if len({batch.per_query_head for batch in (*some, *others)}) > 1:
+        return False
+    alike = len({item.heads for batch in (*some, *others) for item in batch.items}) == 1
+    stretches = []
+    for number, batches in enumerate((some, others)):
+        for batch in batches:
+            beyond = (batch.num_queries - 1) * batch.query_stride
+            low, high = min(beyond, 0), max(beyond, 0) + batch.fold_size - 1
+            for rows, heads, row, _, copies in batch.items:
+                of_heads = (rows, row + low, row + high + copies, number)
+                stretches += [(0, *of_heads)] if alike else [(head, *of_heads) for head in heads]
+    ends: dict[tuple[object, ...], int] = {}
+    for head, rows, start, stop, number in sorted(stretches):
+        if ends.get((head, rows, 1 - number), 0) > start:
+            return False
+        ends[head, rows, number] = max(stop, ends.get((head, rows, number), 0))
+    return True
 
 
 def _kind(batch: TileBatch) -> tuple[object, ...]:
