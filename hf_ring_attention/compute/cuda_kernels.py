@@ -133,7 +133,7 @@ class Cudnn:
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, call.shape == "causal", False, scale=call.scale
         )
-        return merged((out, lse.reshape(out.shape[:3])), totals)  # [T, H, Lq, 1] since torch 2.9
+        return merged((out, lse.reshape(out.shape[:3])), totals, call)  # [T, H, Lq, 1] since torch 2.9
 
     def backward(self, dout: Tensor, saved: Saved, call: KernelCall, sums: Gradients | None = None) -> Gradients:
         q, k, v = (_aligned(x, x.shape[-1]) for x in saved[:3])
@@ -143,7 +143,7 @@ class Cudnn:
             dout, q, k, v, out, saved.lse.contiguous().unsqueeze(-1), unused, unused, None, None, None,
             q.shape[2], k.shape[2], 0.0, call.shape == "causal", scale=call.scale,
         )  # fmt: skip
-        return added(gradients, sums)
+        return added(gradients, sums, call)
 
 
 def _stored_as(like: Tensor, x: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from .merge import accumulation_dtype
 #: float32, the order of the sums is the whole of the error.
 FACTOR, FLOAT32_FACTOR = 3, 32
 
-_TOKENS, _HEADS, _KV_HEADS = 256, 4, 2
+_ROW_LENGTH, _HEADS, _KV_HEADS = 256, 4, 2
 #: The documents of two rows; other tokens are padding. cuDNN takes no short ones.
 _DOCUMENTS = (((0, 1), (1, 101), (101, 229)), ((0, 256),))
 _EXACT_DOCUMENTS = (((0, 100), (100, 228)), ((0, 256),))
@@ -62,7 +62,12 @@ def fault_of(
         if key not in _FAULTS:
             # A thread of its own has no modes, autocast or gradients of the caller, and changes none.
             with ThreadPoolExecutor(1, thread_name_prefix="proof") as thread:
-                fault = thread.submit(_fault, kernel, device, dtype, head_dim, value_dim, softcap, exact).result()
+                found = thread.submit(_fault, kernel, device, dtype, head_dim, value_dim, softcap, exact)
+            error = found.exception()
+            if isinstance(error, torch.OutOfMemoryError):
+                raise error
+            # No compiler, no such operator, a launch that fails: compilers raise errors of any class.
+            fault = found.result() if error is None else f"{type(error).__name__}: {error}".partition("\n")[0][:300]
             if fault is not None:
                 logger.warning(
                     "kernel %s is not used on %s for %s: %s",
@@ -85,22 +90,17 @@ def _fault(
     softcap: float | None,
     exact: bool,
 ) -> str | None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread
     generator = torch.Generator("cpu").manual_seed(0)
     sizes = ((_HEADS, head_dim), (_KV_HEADS, head_dim), (_KV_HEADS, value_dim), (_HEADS, value_dim))
 
     def drawn(heads: int, width: int) -> Tensor:  # stored by token, as models do
-        x = torch.randn(2, _TOKENS, heads, width, generator=generator, dtype=torch.float64, device="cpu")
+        x = torch.randn(2, _ROW_LENGTH, heads, width, generator=generator, dtype=torch.float64, device="cpu")
         return x.to(device, dtype).transpose(1, 2)
 
     inputs = [drawn(*size) for size in sizes]
-    try:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        faults = [_compared(kernel, inputs, softcap, exact, causal) for causal in ((True, False) if exact else (True,))]
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # no compiler, no such operator, a launch that fails, ...
-        return f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+    faults = [_compared(kernel, inputs, softcap, exact, causal) for causal in ((True, False) if exact else (True,))]
     return next(filter(None, faults), None)
 
 
@@ -109,7 +109,7 @@ def _compared(kernel: Kernel, inputs: list[Tensor], softcap: float | None, exact
     dtype, device, scale = inputs[0].dtype, inputs[0].device, inputs[0].shape[-1] ** -0.5
     documents = _EXACT_DOCUMENTS if exact else _DOCUMENTS
     pattern = Pattern.exact() if exact else Pattern.window(_WINDOW, _SINKS)
-    layout = SequenceLayout("contiguous", _TOKENS, 1)
+    layout = SequenceLayout("contiguous", _ROW_LENGTH, 1)
     problem = Problem(pattern, layout, documents, num_heads=_HEADS, num_kv_heads=_KV_HEADS, causal=causal)
     work = bind_own(problem, 0, device, kernel.joining)
     q, k, v, dout = (x if work.takes_views else x.contiguous() for x in inputs)
@@ -135,7 +135,7 @@ def _compared(kernel: Kernel, inputs: list[Tensor], softcap: float | None, exact
 
 def _seen(documents: tuple[tuple[int, int], ...], exact: bool, causal: bool) -> Tensor:
     """Returns which keys each query of a row sees."""
-    seen = torch.zeros(_TOKENS, _TOKENS, dtype=torch.bool, device="cpu")
+    seen = torch.zeros(_ROW_LENGTH, _ROW_LENGTH, dtype=torch.bool, device="cpu")
     for start, stop in documents:
         position = torch.arange(stop - start, device="cpu")
         distance = position[:, None] - position

@@ -117,10 +117,10 @@ class Wrong(Math):
 
     def forward(self, q, k, v, call, totals=None):
         before, after, _ = self.mistakes
-        return merged(after(*super().forward(*before(q, k, v, call))), totals)
+        return merged(after(*super().forward(*before(q, k, v, call))), totals, call)
 
     def backward(self, dout, saved, call, sums=None):
-        return added(self.mistakes[2](*super().backward(dout, saved, call)), sums)
+        return added(self.mistakes[2](*super().backward(dout, saved, call)), sums, call)
 
 
 WRONG = [
