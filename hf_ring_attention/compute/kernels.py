@@ -156,7 +156,7 @@ def choose_kernel(
     widths = device, dtype, head_dim, value_dim
     call = CallFacts(str(dtype).removeprefix("torch."), head_dim, value_dim, softcap is not None, tiles)
     failed: list[str] = []
-    for decision in kernel_candidates(setting, _facts_of(*widths), call):
+    for decision in kernel_candidates(setting, _facts_of(setting, *widths), call):
         kernel = _kernel(decision.choice, *widths, softcap)
         fault = None
         if device.type == "cuda" and not isinstance(kernel, Math):
@@ -169,11 +169,10 @@ def choose_kernel(
     raise AssertionError("plain math computes everything")
 
 
-def _facts_of(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> DeviceFacts:
-    deterministic, not_fused = (
-        torch.are_deterministic_algorithms_enabled(),
-        why_not_fused(device, dtype, head_dim, value_dim),
-    )
+def _facts_of(setting: str, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> DeviceFacts:
+    deterministic, not_fused = torch.are_deterministic_algorithms_enabled(), None
+    if setting == "fused" or (setting == "auto" and device.type == "cuda"):  # It may load Triton.
+        not_fused = why_not_fused(device, dtype, head_dim, value_dim)
     if device.type != "cuda":
         return DeviceFacts(device.type, deterministic=deterministic, not_fused=not_fused)
     return DeviceFacts(

@@ -169,7 +169,9 @@ def _by_speed(device: DeviceFacts, call: CallFacts) -> list[tuple[str, str]]:
     if call.dtype == "float64" and device.type == "cuda":
         return [("math", "no other kernel computes float64 on a GPU")]
     if device.type == "cpu":
-        return math if call.has_softcap else [("cpu_flash", "it is torch's flash attention for CPUs"), *math]
+        if call.has_softcap:
+            return [("math", "no other kernel caps scores on a CPU")]
+        return [("cpu_flash", "it is torch's flash attention for CPUs"), *math]
     if device.type != "cuda":
         return math
     half, tiles, order = call.dtype in _HALVES, call.tiles, []
