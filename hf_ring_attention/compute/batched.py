@@ -72,7 +72,7 @@ class BatchedTiles:
             views = queries.view(total_rows), queries.view(lse_rows)
             into = None if views[0] is None or views[1] is None else (views[0], views[1])
             fresh = part.fresh and totals is None
-            call = KernelCall(part.shape, scale, part.fold_size, part.lengths, fresh)
+            call = KernelCall(part.shape, scale, part.fold_size, part.lengths, fresh=fresh)
             results = kernel.forward(queries.take(q_rows), keys.take(k), keys.take(v), call, into)
             if into is None and fresh:
                 queries.write_(total_rows, results[0])
@@ -100,7 +100,7 @@ class BatchedTiles:
             into = None if views[0] is None or views[1] is None or views[2] is None else (views[0], views[1], views[2])
             taken = queries.take(q), keys.take(k), keys.take(v), queries.take(out), queries.take_lse(lse)
             fresh = part.fresh and sums is None
-            call = KernelCall(part.shape, scale, part.fold_size, part.lengths, fresh)
+            call = KernelCall(part.shape, scale, part.fold_size, part.lengths, fresh=fresh)
             grads = kernel.backward(queries.take(dout), Saved(*taken), call, into)
             if into is None:
                 queries.write_(dq_rows, grads[0]) if fresh else queries.add_(dq_rows, grads[0])
