@@ -76,7 +76,7 @@ class Binder:
         """Returns the work of tiles of these heads with keys of this rank."""
         if isinstance(self.joining, InPlace) and self.query_rows == self.key_rows:
             every_head = range(self.problem.num_kv_heads)
-            sequences = sequences_in_place(batches, self.batch, every_head, self.key_rows, self.joining.most_documents)
+            sequences = sequences_in_place(batches, self.batch, every_head, self.key_rows, self.joining)
             if sequences is not None:
                 return PackedRow.of(sequences, self.batch, self.device)
         place = heads.start * self.key_rows, self.key_rows, self.problem.num_kv_heads

@@ -16,15 +16,12 @@ from .kernel import Gradients, KernelCall, Results, Saved, added, merged, narrow
 
 aten = torch.ops.aten
 
-#: The most tiles, and the most heads of a tile, that CUDA's kernels take in one call.
-MOST_TILES = 65_535
-
 
 class CudaFlash:
     """torch's FlashAttention-2 for CUDA, for float16 and bfloat16; it takes bands by its windows."""
 
     name = "cuda_flash"
-    joining: Hashable = InPlace(MOST_TILES)
+    joining: Hashable = InPlace(most_documents=65_535, padding=128)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, totals: Results | None = None) -> Results:
         value_dim, width, tokens = v.shape[-1], max(q.shape[-1], v.shape[-1]), (q.shape[0], q.shape[2])

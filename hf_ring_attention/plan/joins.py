@@ -26,9 +26,18 @@ PADDED = Joining(rows=2000, pairs=40_000, most_rows=1 << 14)
 
 
 class InPlace(NamedTuple):
-    """How a kernel takes documents of unequal lengths in one call: in place, at most `most_documents`; bands have no folds."""
+    """How a kernel takes documents of unequal lengths in one call: in place. Its bands have no folds.
+
+    The kernel takes at most `most_documents`, and pads its sums by `padding` rows a document, which must not take more memory
+    than the sums.
+    """
 
     most_documents: int
+    padding: int
+
+    def most_of(self, tokens: int) -> int:
+        """Returns the most documents among so many tokens; a few in any case."""
+        return min(self.most_documents, max(64, tokens // self.padding))
 
 
 #: Padding is cut into sequences of at most so many tokens, whose pairs then take no time.
@@ -44,9 +53,9 @@ class Sequences(NamedTuple):
 
 
 def sequences_in_place(
-    batches: Sequence[TileBatch], num_batch_rows: int, heads: range, num_rows: int, most: int
+    batches: Sequence[TileBatch], num_batch_rows: int, heads: range, num_rows: int, joining: InPlace
 ) -> Sequences | None:
-    """Returns the tiles as at most `most` sequences of `num_batch_rows` x `num_rows` tokens.
+    """Returns the tiles as sequences of `num_batch_rows` x `num_rows` tokens.
 
     Returns None if some tile is no document, in which a query sees all keys of its document or the earlier ones, with its rows
     of all heads; and if each row is one document, which needs no ends.
@@ -72,7 +81,7 @@ def sequences_in_place(
         pieces = [*padding, *[start] * (start > ends[-1])]
         ends += [*pieces, *[start + length] * (length > 0)]
         are_padding += [True] * len(pieces) + [False] * (length > 0)
-    if len(are_padding) > most or (len(are_padding) == num_batch_rows and not any(are_padding)):
+    if len(are_padding) > joining.most_of(total) or (len(are_padding) == num_batch_rows and not any(are_padding)):
         return None
     return Sequences(tuple(ends), tuple(are_padding), "causal" in shapes)
 
