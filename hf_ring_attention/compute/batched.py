@@ -15,6 +15,9 @@ from .rows import Rows
 
 #: Tiles whose rows are copied take at most about 1 / PART of the queries at once. Backward holds more tensors than forward.
 FORWARD_PART, BACKWARD_PART = 2, 8
+#: CUDA's kernels take so many tiles in one call, and pad the sums of a tile to so many rows. Padded rows are about a quarter
+#: as large as all copies of a row, so PADDED_ROWS times as many are held.
+MOST_TILES, CUDA_BLOCK, PADDED_ROWS = 65_535, 128, 4
 
 
 @dataclass(frozen=True)
@@ -28,10 +31,17 @@ class BoundBatch:
     lengths: Tensor | None = None
     fresh: bool = False  # whether no batch before this one in a rank's own work has any of its query rows
 
-    def parts(self, max_rows: int) -> list[BoundBatch]:
-        """Returns the batch in parts of about `max_rows` query and key rows, so that one call holds little memory."""
-        size = max(1, max_rows // (self.queries.rows_per_unit + self.keys.rows_per_unit))
-        if size >= self.queries.units or self.lengths is not None:  # Joined tiles have few rows (`Joining.most_rows`).
+    def parts(self, max_rows: int, block: int) -> list[BoundBatch]:
+        """Returns the batch in parts of about `max_rows` query and key rows, so that one call holds little memory.
+
+        Kernels pad the sums of a tile's queries to a multiple of `block` rows, in float32; more of these rows are held.
+        """
+        rows, length = self.queries.rows_per_unit, self.queries.length
+        padded = rows // length * -(-length // block) * block
+        size = min(max_rows // (rows + self.keys.rows_per_unit), PADDED_ROWS * max_rows // padded)
+        size = max(1, min(size, MOST_TILES // self.queries.tiles_per_unit))
+        is_joined = self.lengths is not None or self.queries.kept is not None
+        if is_joined or size >= self.queries.units:  # Joined tiles have few rows (`Joining.most_rows`).
             return [self]
         parts = zip(self.queries.split(size), self.keys.split(size))
         return [replace(self, queries=queries, keys=keys) for queries, keys in parts]
@@ -72,7 +82,7 @@ class BatchedTiles:
             views = queries.view(total_rows), queries.view(lse_rows)
             into = None if views[0] is None or views[1] is None else (views[0], views[1])
             fresh = part.fresh and totals is None
-            call = KernelCall(part.shape, scale, part.fold_size, part.lengths, fresh)
+            call = KernelCall(part.shape, scale, part.fold_size, part.lengths, fresh=fresh)
             results = kernel.forward(queries.take(q_rows), keys.take(k), keys.take(v), call, into)
             if into is None and fresh:
                 queries.write_(total_rows, results[0])
@@ -100,7 +110,7 @@ class BatchedTiles:
             into = None if views[0] is None or views[1] is None or views[2] is None else (views[0], views[1], views[2])
             taken = queries.take(q), keys.take(k), keys.take(v), queries.take(out), queries.take_lse(lse)
             fresh = part.fresh and sums is None
-            call = KernelCall(part.shape, scale, part.fold_size, part.lengths, fresh)
+            call = KernelCall(part.shape, scale, part.fold_size, part.lengths, fresh=fresh)
             grads = kernel.backward(queries.take(dout), Saved(*taken), call, into)
             if into is None:
                 queries.write_(dq_rows, grads[0]) if fresh else queries.add_(dq_rows, grads[0])
@@ -112,7 +122,7 @@ class BatchedTiles:
         """Yields parts that copy at most about 1 / `part` of the query rows; parts of few rows would waste time on calls."""
         rows_at_once = max(1 << 14, q.shape[0] // part)
         for batch in self.batches:
-            yield from batch.parts(rows_at_once)
+            yield from batch.parts(rows_at_once, CUDA_BLOCK if q.is_cuda else 1)
 
 
 def _as_rows(x: Tensor) -> Tensor:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..plan.joins import InPlace, Kind, fresh_kinds, joined
-from ..plan.plans import TileBatch, tiles_from
+from ..plan.joins import InPlace, joined, sequences_in_place
+from ..plan.plans import TileBatch, freshness, tiles_from
 from ..plan.problem import Problem
 from .bands import folds_are_heads
 from .batched import BatchedTiles, BoundBatch
 from .kernel import Work
+from .packed_row import PackedRow
 from .rows import IndexRows, ViewRows
 
 #: Numbers of at most so many rows of a call are kept; those of more rows are added up anew in each call.
@@ -37,12 +38,12 @@ class Binder:
         view: Callable[[TileBatch], BoundBatch | None],
         key_rows: int,
         places: Callable[[Tensor], Tensor] | None = None,
-        fresh: Collection[Kind] = (),
+        is_fresh: Callable[[TileBatch], bool] = lambda batch: False,
     ) -> tuple[BoundBatch, ...]:
         """Returns the kernel calls of these tiles; `view` returns the rows of a batch as views or None.
 
         Tiles number keys as in a [B, Hkv, key_rows] tensor; `places` takes these numbers to those of the rows that are here.
-        Kinds of batches that are fresh come first.
+        Calls of fresh tiles come first.
         """
 
         def keys(batch: TileBatch) -> IndexRows:
@@ -58,7 +59,7 @@ class Binder:
                 bound = view(batch) or BoundBatch(
                     self._queries(batch), keys(batch), batch.shape, self._fold_size(batch)
                 )
-            calls.append(replace(bound, fresh=(batch.visit, batch.shape) in fresh))
+            calls.append(replace(bound, fresh=is_fresh(batch)))
         return tuple(sorted(calls, key=lambda bound: not bound.fresh))
 
     def remote(
@@ -73,10 +74,17 @@ class Binder:
 
     def own(self, batches: Sequence[TileBatch], heads: range) -> Work:
         """Returns the work of tiles of these heads with keys of this rank."""
+        if isinstance(self.joining, InPlace) and self.query_rows == self.key_rows:
+            every_head = range(self.problem.num_kv_heads)
+            sequences = sequences_in_place(batches, self.batch, every_head, self.key_rows, self.joining)
+            if sequences is not None:
+                return PackedRow.of(sequences, self.batch, self.device)
         place = heads.start * self.key_rows, self.key_rows, self.problem.num_kv_heads
-        fresh, covered = fresh_kinds(batches, self.group, self.batch * self.problem.num_heads * self.query_rows)
-        calls = self._calls(batches, lambda batch: self.view(batch, heads, *place), self.key_rows, fresh=fresh)
-        return BatchedTiles(calls, self._is_one_tile(calls), covered)
+        fresh = freshness(batches)
+        calls = self._calls(batches, lambda batch: self.view(batch, heads, *place), self.key_rows, is_fresh=fresh)
+        rows = sum(batch._replace(num_keys=0).rows(self.group) for batch in batches if fresh(batch))
+        every_row = self.batch * self.problem.num_heads * self.query_rows
+        return BatchedTiles(calls, self._is_one_tile(calls), covered=rows == every_row)
 
     def _joined(self, call: list[TileBatch], keys: list[Tensor]) -> BoundBatch:
         """Returns batches of unequal tiles as one call; `keys` are the row numbers of each."""

@@ -25,6 +25,13 @@ Results = tuple[Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
+class Ends(NamedTuple):
+    """Sequences that follow each other in the tokens of all batch rows."""
+
+    ends: Tensor  # [sequences + 1], int32: 0, and the end of each sequence
+    longest: int
+
+
 class KernelCall(NamedTuple):
     """The attention that a kernel computes for a batch of tiles.
 
@@ -35,6 +42,9 @@ class KernelCall(NamedTuple):
     scale: float  # the factor of the scores
     fold_size: int = 1  # the rows of a fold, in bands
     lengths: Tensor | None = None  # the number of keys of each tile, [T], if the keys of some tiles are padded
+    sequences: Ends | None = (
+        None  # in the tokens of q [B, H, n, D], for kernels that take them in place (`plan/joins.py`)
+    )
     fresh: bool = False  # whether totals and the sum of dq have no values yet, so results are written over them
 
 

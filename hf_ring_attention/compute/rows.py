@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from . import merge
 @dataclass(frozen=True, kw_only=True)
 class ViewRows:
     """`copies` stretches of `length` rows, `advance` apart, in batch rows and heads that are equally far apart."""
+
+    kept: ClassVar = None  # nothing is padding
 
     batch: int
     heads: int
@@ -37,6 +40,11 @@ class ViewRows:
     def units(self) -> int:
         """The number of equal parts along which `split` can cut."""
         return self.copies
+
+    @property
+    def tiles_per_unit(self) -> int:
+        """The number of tiles in each part."""
+        return self.batch
 
     @property
     def rows_per_unit(self) -> int:
@@ -104,6 +112,8 @@ class IndexRows:
     Of tiles of unequal lengths that are padded, the last row is repeated up to the length of the longest tile.
     """
 
+    tiles_per_unit: ClassVar = 1
+
     first: Tensor  # all numbers, or one of each tile and head
     offsets: Tensor | None = None  # [L]: added to `first`, these are all numbers
     kept: Tensor | None = None  # the places of rows that are not padding, in a head's [tiles * L]; None without padding
@@ -112,9 +122,14 @@ class IndexRows:
     def units(self) -> int:
         return self.first.shape[0]
 
-    @cached_property
+    @property
+    def length(self) -> int:
+        """The rows of a tile in each head."""
+        return self.first.shape[-1] * (1 if self.offsets is None else len(self.offsets))
+
+    @property
     def rows_per_unit(self) -> int:
-        return self.first.numel() * (1 if self.offsets is None else self.offsets.numel()) // self.units
+        return self.first.shape[1] * self.length
 
     def numbers(self) -> Tensor:
         """Returns all row numbers."""

@@ -6,7 +6,7 @@ Every rank can compute every rank's plan, so nothing is negotiated: each rank ex
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -180,6 +180,20 @@ def _runs(pieces: _Pieces, start: int, stop: int) -> Iterator[Run]:
         low, high = max(piece.start, start), min(piece.stop, stop)
         if low < high:
             yield Run(row + low - piece.start, low - start, high - low)
+
+
+def freshness(batches: Sequence[TileBatch]) -> Callable[[TileBatch], bool]:
+    """Returns which of these batches come first: no two of their tiles share a query row of a head.
+
+    They have one visit, whose trapezoids share no row. A trapezoid of several rows may be a rectangle beside a triangle.
+    """
+    visit = min((batch.visit for batch in batches), default=None)
+    triangles = any(batch.visit == visit and batch.shape == "causal" for batch in batches)
+
+    def is_fresh(batch: TileBatch) -> bool:
+        return batch.visit == visit and (batch.shape != "full" or batch.num_queries == 1 or not triangles)
+
+    return is_fresh
 
 
 def pairs_of_row(pattern: Pattern, seq_len: int, num_heads: int, num_kv_heads: int, causal: bool) -> int:
