@@ -7,8 +7,6 @@ import sys
 
 from hf_ring_attention.compute import cuda_kernels
 from hf_ring_attention.compute.cuda_kernels import CudaFlash
-from hf_ring_attention.compute.kernels import Chosen
-from hf_ring_attention.plan.choices import Decision
 from hf_ring_attention.ring import attention
 from tests.support.cuda_operators import SilentOperators
 
@@ -16,9 +14,7 @@ from tests.support.cuda_operators import SilentOperators
 def count_for_cuda(monkeypatch):
     """Has every call take the way of CUDA's FlashAttention-2, whose operators compute nothing."""
     monkeypatch.setattr(cuda_kernels, "aten", SilentOperators)
-    monkeypatch.setattr(
-        attention, "choose_kernel", lambda *_: Chosen(CudaFlash(), Decision("flash", "it is counted"), "calls")
-    )
+    monkeypatch.setattr(attention, "choose_kernel", lambda *_: CudaFlash())
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 import torch.nn.attention
@@ -127,14 +126,6 @@ class Math:
         return added((dq, dk.to(key_dtype), dv.to(key_dtype)), sums, call)
 
 
-class Chosen(NamedTuple):
-    """A kernel, the choice with its reason, and the kind of call that it was made for."""
-
-    kernel: Kernel
-    decision: Decision
-    kind: str
-
-
 def choose_kernel(
     device: torch.device,
     dtype: torch.dtype,
@@ -143,8 +134,12 @@ def choose_kernel(
     softcap: float | None = None,
     setting: str = "auto",
     tiles: TileKinds = ANY_TILES,
-) -> Chosen:
+    note: Callable[[str, Decision], None] = lambda kind, decision: None,
+) -> Kernel:
     """Returns the kernel that was asked for, or with "auto" the fastest one that computes this and has proved itself.
+
+    Args:
+        note: is called with the kind of call, and the choice with its reason.
 
     Raises:
         ValueError: another dtype, or a kernel that was asked for and cannot compute this, or is wrong on this device.
@@ -162,7 +157,8 @@ def choose_kernel(
         if device.type == "cuda" and not isinstance(kernel, Math):
             fault = fault_of(kernel, *widths, softcap, tiles.is_exact, torch_flash())
         if fault is None:
-            return Chosen(kernel, replace(decision, reason="; ".join([decision.reason, *failed])), str(call))
+            note(str(call), replace(decision, reason="; ".join([decision.reason, *failed])))
+            return kernel
         if setting != "auto":
             raise ValueError(f"kernel={setting!r} failed its proof on {device}: {fault}; use kernel='auto'")
         failed.append(f"{decision.choice} failed its proof: {fault}")

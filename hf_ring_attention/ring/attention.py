@@ -284,7 +284,8 @@ def checked_call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options:
         recorded = is_recorded(q, k, v, sinks) if in_graph is None else in_graph
         problem = _problem(q, k, pattern, ring, options)
         tiles = tile_kinds(problem, ring.rank)
-        kernel, decision, kind = choose_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], softcap, ring.kernel, tiles)
+        widths = q.shape[-1], v.shape[-1]
+        kernel = choose_kernel(q.device, q.dtype, *widths, softcap, ring.kernel, tiles, ring.note_kernel)
         if held is not None and ring.world_size > 1 and is_recorded(q, k, v):
             raise ValueError("cached_attention: the keys of a sharded cache have no gradient: use torch.no_grad()")
         if scale is not None and not scale > 0:  # Masks are -inf, which only a factor above 0 leaves as it is.
@@ -310,9 +311,7 @@ def checked_call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options:
                 "whether gradients are recorded": recorded,
                 "documents": problem.documents,
             }
-    ring.note_kernel(kind, decision)
-    widths = q.shape[-1] + v.shape[-1]
-    sizes = RowBytes(widths * q.element_size(), widths * accumulation_dtype(q.dtype).itemsize)
+    sizes = RowBytes(sum(widths) * q.element_size(), sum(widths) * accumulation_dtype(q.dtype).itemsize)
     key = CallKey(problem, sizes, q.device, kernel.joining)
 
     def plan() -> Execution:

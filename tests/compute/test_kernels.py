@@ -291,11 +291,10 @@ def test_kernels_are_chosen(cuda_device):
             ("cuda", torch.float64, 64, 64, Math),
             ("mps", torch.float32, 64, 64, Math),
         ]:
-            kernel, decision, _ = choose_kernel(torch.device(device), dtype, head_dim, value_dim)
+            kernel = choose_kernel(torch.device(device), dtype, head_dim, value_dim)
             assert type(kernel) is want, (device, dtype, head_dim, value_dim, available)
-            assert kernel.name == decision.choice
     cpu = torch.device("cpu")
-    assert choose_kernel(cpu, torch.float32, 8, 8).kernel is choose_kernel(cpu, torch.float32, 8, 8).kernel
+    assert choose_kernel(cpu, torch.float32, 8, 8) is choose_kernel(cpu, torch.float32, 8, 8)
 
 
 def test_older_devices_get_kernels_that_they_can_run(cuda_device, monkeypatch):
@@ -314,10 +313,10 @@ def test_older_devices_get_kernels_that_they_can_run(cuda_device, monkeypatch):
         )
         device = torch.device("cuda:1")
         for dtype, want in ((torch.float16, half), (torch.bfloat16, bfloat), (torch.float32, single)):
-            assert type(choose_kernel(device, dtype, 128, 128).kernel) is want, (capability, dtype)
+            assert type(choose_kernel(device, dtype, 128, 128)) is want, (capability, dtype)
         no_backward = capability in ((8, 9), (12, 0))  # of FlashAttention-2, for some widths
         for width in (200, 224):
-            kernel = choose_kernel(device, torch.float16, width, 64).kernel
+            kernel = choose_kernel(device, torch.float16, width, 64)
             assert type(kernel) is (CudaEfficient if no_backward else half)
     assert set(asked) == {torch.device("cuda:1")}, "devices of one machine may differ"
 

@@ -12,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute import cuda_kernels, kernels, proof
-from hf_ring_attention.compute.cuda_kernels import CudaEfficient, CudaFlash, Cudnn
+from hf_ring_attention.compute.cuda_kernels import CudaFlash, Cudnn
 from hf_ring_attention.compute.kernel import added, merged
 from hf_ring_attention.compute.kernels import CpuFlash, Math
+from hf_ring_attention.plan.kernel_choice import ANY_TILES
 from hf_ring_attention.ring import attention
 from tests.support.cuda_operators import CheckedOperators, CudnnAttention, FlashAttention2
 
@@ -237,17 +238,24 @@ def cuda_facts(monkeypatch):
 
 
 def test_a_refused_kernel_is_named_and_the_next_one_taken(cuda_facts):
-    call = torch.device("cuda"), torch.bfloat16, 64, 64
-    assert kernels.choose_kernel(*call).decision.choice == "flash"
+    noted = {}
+
+    def chosen(setting="auto"):
+        call = torch.device("cuda"), torch.bfloat16, 64, 64, None, setting, ANY_TILES
+        kernel = kernels.choose_kernel(*call, noted.__setitem__)
+        [decision] = noted.values()
+        assert kernel.name == decision.choice
+        return kernel.name, decision.reason
+
+    assert chosen()[0] == "flash"
     cuda_facts["flash"] = "out is 3.0e-01 off, of at most 1.0e-02"
-    kernel, decision, _ = kernels.choose_kernel(*call)
-    assert isinstance(kernel, CudaEfficient)
-    assert decision.choice == "efficient"
-    assert "flash failed its proof: out is 3.0e-01 off, of at most 1.0e-02" in decision.reason
+    name, reason = chosen()
+    assert name == "efficient"
+    assert reason.endswith("; flash failed its proof: out is 3.0e-01 off, of at most 1.0e-02")
     with pytest.raises(ValueError, match="kernel='flash' failed its proof on cuda: out is 3"):
-        kernels.choose_kernel(*call, None, "flash")
+        chosen("flash")
     cuda_facts["efficient"] = "RuntimeError: no kernel image"
-    assert kernels.choose_kernel(*call).decision.choice == "math"
+    assert chosen()[0] == "math"
 
 
 def test_a_fault_is_logged_once(caplog):

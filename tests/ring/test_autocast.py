@@ -9,9 +9,7 @@ import torch
 import hf_ring_attention as ra
 from hf_ring_attention.compute import cuda_kernels
 from hf_ring_attention.compute.cuda_kernels import CudaEfficient, CudaFlash, Cudnn
-from hf_ring_attention.compute.kernels import Chosen
 from hf_ring_attention.hybrids import states
-from hf_ring_attention.plan.choices import Decision
 from hf_ring_attention.plan.problem import HeldKeys
 from hf_ring_attention.plan.state_runs import StateRun
 from hf_ring_attention.ring import attention
@@ -79,7 +77,7 @@ def test_attention_by_each_kernel(device, dtype, softcap, setting, name, pattern
 @pytest.mark.parametrize(("kernel", "operators", "patterns"), PLAYED)
 def test_attention_by_kernels_for_cuda(kernel, operators, patterns, monkeypatch, rng):
     monkeypatch.setattr(cuda_kernels, "aten", operators)
-    monkeypatch.setattr(attention, "choose_kernel", lambda *_: Chosen(kernel, Decision(kernel.name, "a test"), "calls"))
+    monkeypatch.setattr(attention, "choose_kernel", lambda *_: kernel)
     for pattern in patterns:
         call = (rng.randrange(2**32), pattern, ra.Ring.alone(), "cpu", torch.float32, None)
         assert_same(attend(True, *call), attend(False, *call))

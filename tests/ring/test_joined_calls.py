@@ -9,8 +9,7 @@ import torch
 import hf_ring_attention as ra
 from hf_ring_attention.compute import cuda_kernels
 from hf_ring_attention.compute.cuda_kernels import CudaFlash
-from hf_ring_attention.compute.kernels import Chosen, CpuFlash, Math
-from hf_ring_attention.plan.choices import Decision
+from hf_ring_attention.compute.kernels import CpuFlash, Math
 from hf_ring_attention.plan.joins import Joining
 from hf_ring_attention.ring import attention
 from tests.support.cases import check_cases, random_cases
@@ -66,7 +65,7 @@ def joined(monkeypatch):
 
     def computed_by(kernel, joining):
         counted = JoinedCalls(kernel, joining)
-        monkeypatch.setattr(attention, "choose_kernel", lambda *_: Chosen(counted, Decision("math", "a test"), "calls"))
+        monkeypatch.setattr(attention, "choose_kernel", lambda *_: counted)
         return counted
 
     return computed_by

@@ -108,5 +108,5 @@ def test_the_kernel_of_a_trainer(tmp_path):
         wanted = "math" if trainer.ring.kernel == "math" else "cpu_flash"
         assert {decision.choice for decision in trainer.ring.kernels().values()} == {wanted}
     assert trainer.ring.kernel == "auto"
-    with pytest.raises(ValueError, match="kernel must be one of 'auto', .*, got 'cutlass'"):
+    with pytest.raises(ValueError, match=r"kernel must be one of 'auto', .*, got 'cutlass'"):
         ra.RingTrainer(tiny_llama(), args, ring_kernel="cutlass")
