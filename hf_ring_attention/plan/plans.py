@@ -185,13 +185,14 @@ def _runs(pieces: _Pieces, start: int, stop: int) -> Iterator[Run]:
 def freshness(batches: Sequence[TileBatch]) -> Callable[[TileBatch], bool]:
     """Returns which of these batches come first: no two of their tiles share a query row of a head.
 
-    They have one visit, whose trapezoids share no row. A trapezoid of several rows may be a rectangle beside a triangle.
+    They have one visit, whose trapezoids share no row; of a rectangle and a triangle that make up one, only the triangle comes.
     """
     visit = min((batch.visit for batch in batches), default=None)
-    triangles = any(batch.visit == visit and batch.shape == "causal" for batch in batches)
+    triangles = {x.num_queries * x.fold_size for x in batches if x.visit == visit and x.shape == "causal"}
 
     def is_fresh(batch: TileBatch) -> bool:
-        return batch.visit == visit and (batch.shape != "full" or batch.num_queries == 1 or not triangles)
+        beside = batch.shape == "full" and batch.num_queries * batch.fold_size in triangles
+        return batch.visit == visit and not beside
 
     return is_fresh
 
