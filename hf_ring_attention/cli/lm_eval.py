@@ -17,8 +17,8 @@ def add_lm_eval(parser: Parser) -> None:
 def lm_eval_command(words: list[str]) -> None:
     """Run lm-evaluation-harness with "ring_dilated" among its models.
 
-    The model takes the --model_args of hf, and pattern, ring_size, ring_layout, ring_transport, ring_heads and
-    logits_at_once. With several processes, ring_size of them share each sequence, and rings answer different requests.
+    The model takes the --model_args of hf, and pattern, ring_size, ring_layout, ring_transport, ring_heads, ring_kernel
+    and logits_at_once. With several processes, ring_size of them share each sequence, and rings answer different requests.
     Write a pattern with a comma in JSON.
 
     Examples:

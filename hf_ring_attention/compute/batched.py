@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from .rows import Rows
 
 #: Tiles whose rows are copied take at most about 1 / PART of the queries at once. Backward holds more tensors than forward.
 FORWARD_PART, BACKWARD_PART = 2, 8
+#: CUDA's kernels take so many tiles in one call, and pad the sums of a tile to so many rows. Padded rows are about a quarter
+#: as large as all copies of a row, so PADDED_ROWS times as many are held.
+MOST_TILES, CUDA_BLOCK, PADDED_ROWS = 65_535, 128, 4
 
 
 @dataclass(frozen=True)
@@ -26,32 +29,51 @@ class BoundBatch:
     shape: Shape
     fold_size: int = 1
     lengths: Tensor | None = None
+    fresh: bool = False  # whether no batch before this one in a rank's own work has any of its query rows
 
-    def parts(self, max_rows: int) -> list[BoundBatch]:
-        """Returns the batch in parts of about `max_rows` query and key rows, so that one call holds little memory."""
-        size = max(1, max_rows // (self.queries.rows_per_unit + self.keys.rows_per_unit))
-        if size >= self.queries.units or self.lengths is not None:  # Joined tiles have few rows (`Joining.most_rows`).
+    def parts(self, max_rows: int, block: int) -> list[BoundBatch]:
+        """Returns the batch in parts of about `max_rows` query and key rows, so that one call holds little memory.
+
+        Kernels pad the sums of a tile's queries to a multiple of `block` rows, in float32; more of these rows are held.
+        """
+        rows, length = self.queries.rows_per_unit, self.queries.length
+        padded = rows // length * -(-length // block) * block
+        size = min(max_rows // (rows + self.keys.rows_per_unit), PADDED_ROWS * max_rows // padded)
+        size = max(1, min(size, MOST_TILES // self.queries.tiles_per_unit))
+        is_joined = self.lengths is not None or self.queries.kept is not None
+        if is_joined or size >= self.queries.units:  # Joined tiles have few rows (`Joining.most_rows`).
             return [self]
         parts = zip(self.queries.split(size), self.keys.split(size))
-        return [BoundBatch(queries, keys, self.shape, self.fold_size) for queries, keys in parts]
+        return [replace(self, queries=queries, keys=keys) for queries, keys in parts]
 
 
 @dataclass(frozen=True)
 class BatchedTiles:
-    """A `Work` of batches of tiles. It takes views if its only batch is one tile of all queries and all keys."""
+    """A `Work` of batches of tiles, with fresh batches first.
+
+    Attributes:
+        takes_views: whether the only batch is one tile of all queries and all keys.
+        covered: whether fresh batches have every query row.
+    """
 
     batches: tuple[BoundBatch, ...]
-    takes_views: bool
+    takes_views: bool = False
+    covered: bool = False
+
+    def _new(self, like: Tensor, width: int) -> Tensor:
+        """Returns a tensor of all query rows, to write or to add to: in q's dtype if every row is written once."""
+        dtype = like.dtype if all(batch.fresh for batch in self.batches) else accumulation_dtype(like.dtype)
+        sizes = *like.shape[:3], width
+        return like.new_empty(sizes, dtype=dtype) if self.covered else like.new_zeros(sizes, dtype=dtype)
 
     def forward(
         self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, scale: float, totals: Results | None = None
     ) -> Results:
         if self.takes_views:
             return kernel.forward(q, k, v, KernelCall(self.batches[0].shape, scale), totals)
-        dtype = accumulation_dtype(q.dtype)
         total, lse = totals or (
-            q.new_zeros(*q.shape[:3], v.shape[-1], dtype=dtype),
-            q.new_full(q.shape[:3], -torch.inf, dtype=dtype),
+            self._new(q, v.shape[-1]),
+            q.new_full(q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype)),
         )
         lse_rows = lse.flatten()
         q_rows, total_rows, k, v = map(_as_rows, (q, total, k, v))
@@ -59,9 +81,13 @@ class BatchedTiles:
             queries, keys = part.queries.numbered(), part.keys.numbered()
             views = queries.view(total_rows), queries.view(lse_rows)
             into = None if views[0] is None or views[1] is None else (views[0], views[1])
-            call = KernelCall(part.shape, scale, part.fold_size, part.lengths)
+            fresh = part.fresh and totals is None
+            call = KernelCall(part.shape, scale, part.fold_size, part.lengths, fresh=fresh)
             results = kernel.forward(queries.take(q_rows), keys.take(k), keys.take(v), call, into)
-            if into is None:
+            if into is None and fresh:
+                queries.write_(total_rows, results[0])
+                queries.write_(lse_rows, results[1])
+            elif into is None:
                 queries.merge_(total_rows, lse_rows, *results)
         return totals or (total.to(q.dtype), lse)
 
@@ -71,7 +97,11 @@ class BatchedTiles:
         if self.takes_views:
             return kernel.backward(dout, saved, KernelCall(self.batches[0].shape, scale), sums)
         dtype = accumulation_dtype(dout.dtype)
-        dq, dk, dv = sums or (dout.new_zeros(x.shape, dtype=dtype) for x in saved[:3])
+        dq, dk, dv = sums or (
+            self._new(dout, saved.q.shape[-1]),
+            dout.new_zeros(saved.k.shape, dtype=dtype),
+            dout.new_zeros(saved.v.shape, dtype=dtype),
+        )
         dq_rows, dk_rows, dv_rows, q, k, v, out, dout = map(_as_rows, (dq, dk, dv, *saved[:4], dout))
         lse = saved.lse.flatten()
         for part in self._parts(q, BACKWARD_PART):
@@ -79,10 +109,11 @@ class BatchedTiles:
             views = queries.view(dq_rows), keys.view(dk_rows), keys.view(dv_rows)
             into = None if views[0] is None or views[1] is None or views[2] is None else (views[0], views[1], views[2])
             taken = queries.take(q), keys.take(k), keys.take(v), queries.take(out), queries.take_lse(lse)
-            call = KernelCall(part.shape, scale, part.fold_size, part.lengths)
+            fresh = part.fresh and sums is None
+            call = KernelCall(part.shape, scale, part.fold_size, part.lengths, fresh=fresh)
             grads = kernel.backward(queries.take(dout), Saved(*taken), call, into)
             if into is None:
-                queries.add_(dq_rows, grads[0])
+                queries.write_(dq_rows, grads[0]) if fresh else queries.add_(dq_rows, grads[0])
                 keys.add_(dk_rows, grads[1])
                 keys.add_(dv_rows, grads[2])
         return dq, dk, dv
@@ -91,7 +122,7 @@ class BatchedTiles:
         """Yields parts that copy at most about 1 / `part` of the query rows; parts of few rows would waste time on calls."""
         rows_at_once = max(1 << 14, q.shape[0] // part)
         for batch in self.batches:
-            yield from batch.parts(rows_at_once)
+            yield from batch.parts(rows_at_once, CUDA_BLOCK if q.is_cuda else 1)
 
 
 def _as_rows(x: Tensor) -> Tensor:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..plan.joins import InPlace, joined
-from ..plan.plans import TileBatch, tiles_from
+from ..plan.joins import InPlace, joined, sequences_in_place
+from ..plan.plans import TileBatch, freshness, tiles_from
 from ..plan.problem import Problem
 from .bands import folds_are_heads
 from .batched import BatchedTiles, BoundBatch
 from .fused.lists import Blocks, Sizes
 from .fused.tiles import FusedTiles
 from .kernel import Work
+from .packed_row import PackedRow
 from .rows import IndexRows, ViewRows
 
 #: Numbers of at most so many rows of a call are kept; those of more rows are added up anew in each call.
@@ -32,49 +34,71 @@ class Binder:
         self.query_rows = problem.layout.local_len if held is None else held.num_queries
         self.key_rows = problem.layout.local_len if held is None else held.num_rows
 
-    def calls(
+    def _calls(
         self,
         batches: Sequence[TileBatch],
         view: Callable[[TileBatch], BoundBatch | None],
         key_rows: int,
         places: Callable[[Tensor], Tensor] | None = None,
-    ) -> Work:
-        """Returns the work of these tiles; `view` returns the rows of a batch as views or None.
+        is_fresh: Callable[[TileBatch], bool] = lambda batch: False,
+    ) -> tuple[BoundBatch, ...]:
+        """Returns the kernel calls of these tiles; `view` returns the rows of a batch as views or None.
 
         Tiles number keys as in a [B, Hkv, key_rows] tensor; `places` takes these numbers to those of the rows that are here.
+        Calls of fresh tiles come first.
         """
-
-        if isinstance(self.joining, Blocks):
-            return self._fused(batches, range(self.problem.num_kv_heads), key_rows, places)
 
         def keys(batch: TileBatch) -> IndexRows:
             rows = self._rows(self._first_rows(batch, key_rows, "keys"), batch.num_keys, batch.key_stride)
             return rows if places is None else IndexRows(places(rows.numbers()))
 
-        calls = []
+        calls: list[BoundBatch] = []
         for call in joined(batches, self.group, self.joining, lambda batch: view(batch) is not None):
+            batch = call[0]
             if len(call) > 1:
-                calls.append(self._joined(call, [keys(batch).numbers() for batch in call]))
-                continue
-            [batch] = call
-            bound = view(batch)
-            calls.append(bound or BoundBatch(self._queries(batch), keys(batch), batch.shape, self._fold_size(batch)))
-        return BatchedTiles(tuple(calls), places is None and self._is_one_tile(calls))
+                bound = self._joined(call, [keys(batch).numbers() for batch in call])
+            else:
+                bound = view(batch) or BoundBatch(
+                    self._queries(batch), keys(batch), batch.shape, self._fold_size(batch)
+                )
+            calls.append(replace(bound, fresh=is_fresh(batch)))
+        return tuple(sorted(calls, key=lambda bound: not bound.fresh))
+
+    def remote(
+        self,
+        batches: Sequence[TileBatch],
+        view: Callable[[TileBatch], BoundBatch | None],
+        key_rows: int,
+        places: Callable[[Tensor], Tensor],
+    ) -> Work:
+        """Returns the work of tiles with the keys of a payload; `_calls` has the arguments."""
+        if isinstance(self.joining, Blocks):
+            return self._fused(batches, range(self.problem.num_kv_heads), key_rows, places)
+        return BatchedTiles(self._calls(batches, view, key_rows, places))
 
     def own(self, batches: Sequence[TileBatch], heads: range) -> Work:
         """Returns the work of tiles of these heads with keys of this rank."""
         if isinstance(self.joining, Blocks):
-            return self._fused(batches, heads, self.key_rows)
+            return self._fused(batches, heads, self.key_rows, None)
+        if isinstance(self.joining, InPlace) and self.query_rows == self.key_rows:
+            every_head = range(self.problem.num_kv_heads)
+            sequences = sequences_in_place(batches, self.batch, every_head, self.key_rows, self.joining)
+            if sequences is not None:
+                return PackedRow.of(sequences, self.batch, self.device)
         place = heads.start * self.key_rows, self.key_rows, self.problem.num_kv_heads
-        return self.calls(batches, lambda batch: self.view(batch, heads, *place), self.key_rows)
+        fresh = freshness(batches)
+        calls = self._calls(batches, lambda batch: self.view(batch, heads, *place), self.key_rows, is_fresh=fresh)
+        rows = sum(batch._replace(num_keys=0).rows(self.group) for batch in batches if fresh(batch))
+        every_row = self.batch * self.problem.num_heads * self.query_rows
+        return BatchedTiles(calls, self._is_one_tile(calls), covered=rows == every_row)
 
     def _fused(
         self,
         batches: Sequence[TileBatch],
         heads: range,
         key_rows: int,
-        places: Callable[[Tensor], Tensor] | None = None,
-    ) -> FusedTiles:
+        places: Callable[[Tensor], Tensor] | None,
+    ) -> Work:
         assert isinstance(self.joining, Blocks)
         sizes = Sizes(self.batch, self.problem.num_heads, self.problem.num_kv_heads, self.query_rows, key_rows)
         return FusedTiles.of(batches, sizes, heads, self.joining, self.device, places, complete=places is None)

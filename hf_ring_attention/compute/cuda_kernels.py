@@ -16,42 +16,60 @@ from .kernel import Gradients, KernelCall, Results, Saved, added, merged, narrow
 
 aten = torch.ops.aten
 
-#: The most tiles, and the most heads of a tile, that CUDA's kernels take in one call.
-MOST_TILES = 65_535
-
 
 class CudaFlash:
     """torch's FlashAttention-2 for CUDA, for float16 and bfloat16; it takes bands by its windows."""
 
-    name = "cuda_flash"
-    joining: Hashable = InPlace(MOST_TILES)
+    name = "flash"
+    joining: Hashable = InPlace(most_documents=65_535, padding=128)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, totals: Results | None = None) -> Results:
-        value_dim, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
-        q, k, v = (_aligned(x, width).transpose(1, 2) for x in (q, k, v))
-        lengths = None, None, q.shape[1], k.shape[1]
+        value_dim, width, tokens = v.shape[-1], max(q.shape[-1], v.shape[-1]), (q.shape[0], q.shape[2])
+        sequences = _sequences(q, k, call)
+        q, k, v = (_by_token(x, width, call) for x in (q, k, v))
         out, lse, *_ = aten._flash_attention_forward(
-            q, k, v, *lengths, 0.0, call.shape == "causal", False, scale=call.scale, **_sides(call, q, k)
+            q, k, v, *sequences, 0.0, call.shape == "causal", False, scale=call.scale, **_sides(call, *sequences[2:])
         )
-        return merged((narrowed(out, value_dim).transpose(1, 2), lse), totals)
+        lse = lse if call.sequences is None else lse.unflatten(1, tokens).transpose(0, 1)
+        return merged((_of_heads(out, value_dim, tokens), lse), totals, call)
 
     def backward(self, dout: Tensor, saved: Saved, call: KernelCall, sums: Gradients | None = None) -> Gradients:
         q, k, v, out, lse = saved
-        widths = [x.shape[-1] for x in (q, k, v)]
-        dout, q, k, v, out = (_aligned(x, max(widths)).transpose(1, 2) for x in (dout, q, k, v, out))
-        lengths = None, None, q.shape[1], k.shape[1]
+        widths, sequences = [x.shape[-1] for x in (q, k, v)], _sequences(q, k, call)
+        tokens, key_tokens = ((x.shape[0], x.shape[2]) for x in (q, k))
+        dout, q, k, v, out = (_by_token(x, max(widths), call) for x in (dout, q, k, v, out))
+        lse = lse if call.sequences is None else lse.transpose(0, 1).flatten(1)
         unused = q.new_empty((), dtype=torch.int64)  # the random state of dropout, which is off
         grads = aten._flash_attention_backward(
-            dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, call.shape == "causal", unused, unused,
-            scale=call.scale, **_sides(call, q, k),
+            dout, q, k, v, out, lse.contiguous(), *sequences, 0.0, call.shape == "causal", unused, unused,
+            scale=call.scale, **_sides(call, *sequences[2:]),
         )  # fmt: skip
-        dq, dk, dv = (narrowed(grad, width).transpose(1, 2) for grad, width in zip(grads, widths))
-        return added((dq, dk, dv), sums)
+        dq, dk, dv = (_of_heads(*grad) for grad in zip(grads, widths, (tokens, key_tokens, key_tokens)))
+        return added((dq, dk, dv), sums, call)
 
 
-def _sides(call: KernelCall, q: Tensor, k: Tensor) -> dict[str, int]:
-    """Returns the window of a band, for q and k by token; the operator's diagonal has query i and key i + Lk - Lq."""
-    return {"window_size_left": k.shape[1] - q.shape[1], "window_size_right": 0} if call.shape == "band" else {}
+def _by_token(x: Tensor, width: int, call: KernelCall) -> Tensor:
+    """Returns x [T, H, L, D] as [T, L, H, D], or as [T * L, H, D] for sequences; without a copy if it is stored so."""
+    x = _aligned(x, width).transpose(1, 2)
+    return x if call.sequences is None else x.flatten(0, 1)
+
+
+def _of_heads(x: Tensor, width: int, tokens: tuple[int, int]) -> Tensor:
+    """Returns the first columns of results by token as [T, H, L, D]; `tokens` are T and L."""
+    return narrowed(x.view(*tokens, *x.shape[-2:]), width).transpose(1, 2)
+
+
+def _sequences(q: Tensor, k: Tensor, call: KernelCall) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """Returns the ends of sequences in q and in k, None if these are tiles, and the longest lengths."""
+    if call.sequences is None:
+        return None, None, q.shape[2], k.shape[2]
+    ends, longest = call.sequences
+    return ends, ends, longest, longest
+
+
+def _sides(call: KernelCall, num_queries: int, num_keys: int) -> dict[str, int]:
+    """Returns the window of a band; the operator's diagonal has query i and key i + Lk - Lq."""
+    return {"window_size_left": num_keys - num_queries, "window_size_right": 0} if call.shape == "band" else {}
 
 
 def _aligned(x: Tensor, width: int) -> Tensor:
@@ -72,7 +90,7 @@ class CudaEfficient(MaskedKernel):
     the strides of out, so out must be stored as its forward stores it.
     """
 
-    name = "cuda_efficient"
+    name = "efficient"
     joining: Hashable = None
     #: The backward kernel reads the log-sum-exp in blocks of this many rows.
     lse_block = 32
@@ -115,6 +133,40 @@ class CudaEfficient(MaskedKernel):
         dqs, dks, dvs = zip(*parts)
         dq, dk, dv = torch.stack(dqs, 2).flatten(1, 2), sum(dks[1:], dks[0]), sum(dvs[1:], dvs[0])
         return narrowed(dq, head_dim), narrowed(dk, head_dim), narrowed(dv, value_dim)
+
+
+class Cudnn:
+    """torch's cuDNN attention for CUDA, for float16 and bfloat16: rectangles and lower triangles, grouped heads as they are.
+
+    torch keeps the program of a backward pass by the sizes and strides of q, k and v. In torch 2.11, the strides of out and
+    dout are not part of this key: a program would read them wrongly if they changed, so they follow from q's.
+    """
+
+    name = "cudnn"
+    joining: Hashable = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, totals: Results | None = None) -> Results:
+        assert call.shape != "band" and call.lengths is None and call.sequences is None
+        q, k, v = (_aligned(x, x.shape[-1]) for x in (q, k, v))
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, call.shape == "causal", False, scale=call.scale
+        )
+        return merged((out, lse.reshape(out.shape[:3])), totals, call)  # [T, H, Lq, 1] since torch 2.9
+
+    def backward(self, dout: Tensor, saved: Saved, call: KernelCall, sums: Gradients | None = None) -> Gradients:
+        q, k, v = (_aligned(x, x.shape[-1]) for x in saved[:3])
+        out, dout = (_stored_as(q, _aligned(x, x.shape[-1])) for x in (saved.out, dout))
+        unused = q.new_empty((), dtype=torch.int64)  # the random state of dropout, which is off
+        gradients = aten._scaled_dot_product_cudnn_attention_backward(
+            dout, q, k, v, out, saved.lse.contiguous().unsqueeze(-1), unused, unused, None, None, None,
+            q.shape[2], k.shape[2], 0.0, call.shape == "causal", scale=call.scale,
+        )  # fmt: skip
+        return added(gradients, sums, call)
+
+
+def _stored_as(like: Tensor, x: Tensor) -> Tensor:
+    """Returns x [T, H, L, D] stored by head, or by token if `like` is not stored by head."""
+    return x.contiguous() if like.is_contiguous() else x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _round_up(n: int, multiple: int) -> int:

@@ -25,6 +25,13 @@ Results = tuple[Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
+class Ends(NamedTuple):
+    """Sequences that follow each other in the tokens of all batch rows."""
+
+    ends: Tensor  # [sequences + 1], int32: 0, and the end of each sequence
+    longest: int
+
+
 class KernelCall(NamedTuple):
     """The attention that a kernel computes for a batch of tiles.
 
@@ -35,6 +42,10 @@ class KernelCall(NamedTuple):
     scale: float  # the factor of the scores
     fold_size: int = 1  # the rows of a fold, in bands
     lengths: Tensor | None = None  # the number of keys of each tile, [T], if the keys of some tiles are padded
+    sequences: Ends | None = (
+        None  # in the tokens of q [B, H, n, D], for kernels that take them in place (`plan/joins.py`)
+    )
+    fresh: bool = False  # whether totals and the sum of dq have no values yet, so results are written over them
 
 
 class Saved(NamedTuple):
@@ -56,13 +67,13 @@ class Kernel(Protocol):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, totals: Results | None = None) -> Results:
         """Returns out [T, H, Lq, Dv] in q's dtype and lse [T, H, Lq] in the accumulation dtype.
 
-        If there are `totals`, out and lse in the accumulation dtype, results are merged into them, and they are returned.
+        If there are `totals`, results are merged into them in the accumulation dtype, and they are returned.
         """
 
     def backward(self, dout: Tensor, saved: Saved, call: KernelCall, sums: Gradients | None = None) -> Gradients:
         """Returns dq, dk and dv, in the shapes of q, k and v.
 
-        If there are `sums` of these shapes in the accumulation dtype, gradients are added to them, and they are returned.
+        If there are `sums` of these shapes, gradients are added to them in the accumulation dtype, and they are returned.
         """
 
 
@@ -95,17 +106,20 @@ class Work(Protocol):
         """
 
 
-def merged(results: Results, totals: Results | None) -> Results:
-    """Merges results into totals and returns these, or the results if there are no totals."""
-    if totals is not None:
+def merged(results: Results, totals: Results | None, call: KernelCall) -> Results:
+    """Merges results into totals, or writes them over fresh ones, and returns these; without totals returns the results."""
+    if totals is not None and call.fresh:
+        totals[0].copy_(results[0])
+        totals[1].copy_(results[1])
+    elif totals is not None:
         merge_(*totals, *results)
     return totals or results
 
 
-def added(gradients: Gradients, sums: Gradients | None) -> Gradients:
-    """Adds gradients to sums and returns these, or the gradients if there are no sums."""
-    for total, gradient in zip(sums or (), gradients):
-        total.add_(gradient)
+def added(gradients: Gradients, sums: Gradients | None, call: KernelCall) -> Gradients:
+    """Adds gradients to sums, or writes dq over a fresh sum, and returns these; without sums returns the gradients."""
+    for number, (total, gradient) in enumerate(zip(sums or (), gradients)):
+        total.copy_(gradient) if call.fresh and number == 0 else total.add_(gradient)
     return sums or gradients
 
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
+import torch.nn.attention
 from torch import Tensor
 
+from ..plan.choices import Decision
 from ..plan.joins import PADDED
+from ..plan.kernel_choice import ANY_TILES, CallFacts, DeviceFacts, TileKinds, kernel_candidates
 from .bands import Masked, MaskedKernel
-from .cuda_kernels import CudaEfficient, CudaFlash
+from .cuda_kernels import CudaEfficient, CudaFlash, Cudnn
+from .fused.choice import fused_kernel, why_not_fused
 from .kernel import Gradients, Kernel, KernelCall, Results, Saved, added, merged, narrowed, widened
 from .merge import accumulation_dtype
+from .proof import fault_of
 from .rows import hidden_keys
 
 
@@ -98,7 +104,7 @@ class Math:
             lse_rows = torch.logsumexp(scores, -1)
             out[:, :, rows] = (torch.exp(scores - lse_rows[..., None]) @ v[:, :, None, keys]).flatten(1, 2)
             lse[:, :, rows] = lse_rows.flatten(1, 2)
-        return merged((out, lse), totals)
+        return merged((out, lse), totals, call)
 
     def backward(self, dout: Tensor, saved: Saved, call: KernelCall, sums: Gradients | None = None) -> Gradients:
         q, k, v, out, lse = saved
@@ -117,32 +123,81 @@ class Math:
             dq[:, :, rows] = (ds @ k[:, :, None, keys]).flatten(1, 2)
             dk[:, :, keys] += (ds.mT @ q_rows).sum(2)
             dv[:, :, keys] += (p.mT @ dout_rows).sum(2)
-        return added((dq, dk.to(key_dtype), dv.to(key_dtype)), sums)
+        return added((dq, dk.to(key_dtype), dv.to(key_dtype)), sums, call)
 
 
-@lru_cache(maxsize=256)
 def choose_kernel(
-    device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, softcap: float | None = None
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    softcap: float | None = None,
+    setting: str = "auto",
+    tiles: TileKinds = ANY_TILES,
+    note: Callable[[str, Decision], None] = lambda kind, decision: None,
 ) -> Kernel:
-    """Returns the fastest kernel that computes this."""
+    """Returns the kernel that was asked for, or with "auto" the fastest one that computes this and has proved itself.
+
+    Args:
+        note: is called with the kind of call, and the choice with its reason.
+
+    Raises:
+        ValueError: another dtype, or a kernel that was asked for and cannot compute this, or is wrong on this device.
+    """
     if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(
             f"attention needs floating point tensors, got {dtype}: use float64, float32, bfloat16 or float16"
         )
-    if softcap is not None:  # No fused kernel caps scores.
-        return Math(softcap)
-    if device.type == "cpu":
-        return CpuFlash()
-    if device.type == "cuda" and dtype != torch.float64:
-        return _choose_for_cuda(torch.cuda.get_device_capability(device), dtype, max(head_dim, value_dim))
-    return Math()
+    widths = device, dtype, head_dim, value_dim
+    call = CallFacts(str(dtype).removeprefix("torch."), head_dim, value_dim, softcap is not None, tiles)
+    failed: list[str] = []
+    for decision in kernel_candidates(setting, _facts_of(setting, *widths), call):
+        kernel = _kernel(decision.choice, *widths, softcap)
+        fault = None
+        if device.type == "cuda" and not isinstance(kernel, Math):
+            fault = fault_of(kernel, *widths, softcap, tiles.is_exact, torch_flash())
+        if fault is None:
+            note(str(call), replace(decision, reason="; ".join([decision.reason, *failed])))
+            return kernel
+        if setting != "auto":
+            raise ValueError(f"kernel={setting!r} failed its proof on {device}: {fault}; use kernel='auto'")
+        failed.append(f"{decision.choice} failed its proof: {fault}")
+    raise AssertionError("plain math computes everything")
 
 
-def _choose_for_cuda(capability: tuple[int, int], dtype: torch.dtype, widest: int) -> Kernel:
-    """Returns the kernel for float32, bfloat16 or float16 on a CUDA device of this compute capability."""
-    if capability < (8, 0) and dtype == torch.bfloat16:
-        return Math()
-    # FlashAttention-2 needs compute capability 8.0, and has no backward pass for some widths on some devices.
-    no_backward = 192 < widest <= 224 and ((8, 6) <= capability <= (8, 9) or capability >= (12, 0))
-    beyond = capability < (8, 0) or no_backward or dtype == torch.float32 or widest > 256
-    return CudaEfficient() if beyond or not torch.backends.cuda.is_flash_attention_available() else CudaFlash()
+def _facts_of(setting: str, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> DeviceFacts:
+    deterministic, not_fused = torch.are_deterministic_algorithms_enabled(), None
+    if setting == "fused" or (setting == "auto" and device.type == "cuda"):  # It may load Triton.
+        not_fused = why_not_fused(device, dtype, head_dim, value_dim)
+    if device.type != "cuda":
+        return DeviceFacts(device.type, deterministic=deterministic, not_fused=not_fused)
+    return DeviceFacts(
+        type="cuda",
+        capability=torch.cuda.get_device_capability(device),
+        has_flash=torch.backends.cuda.is_flash_attention_available(),
+        has_cudnn=torch.version.hip is None and torch.backends.cudnn.is_available(),
+        flash=torch_flash(),
+        deterministic=deterministic,
+        not_fused=not_fused,
+    )
+
+
+def torch_flash() -> str | None:
+    """Returns "FA3" or "FA4" if `torch.nn.attention.activate_flash_attention_impl` has put it in FlashAttention-2's place."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # since torch 2.11
+    return None if current is None else current()
+
+
+@lru_cache(maxsize=256)
+def _kernel(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, softcap: float | None
+) -> Kernel:
+    kernels: dict[str, Callable[[], Kernel]] = {
+        "fused": lambda: fused_kernel(device, dtype, head_dim, value_dim, softcap),
+        "flash": CudaFlash,
+        "cudnn": Cudnn,
+        "efficient": CudaEfficient,
+        "cpu_flash": CpuFlash,
+        "math": lambda: Math(softcap),
+    }
+    return kernels[name]()

@@ -43,6 +43,8 @@ PROBED: dict[str, dict[str, tuple[str, ...]]] = {
             "_scaled_dot_product_flash_attention_for_cpu_backward",
             "_scaled_dot_product_efficient_attention",
             "_scaled_dot_product_efficient_attention_backward",
+            "_scaled_dot_product_cudnn_attention",
+            "_scaled_dot_product_cudnn_attention_backward",
             "_flash_attention_forward",
             "_flash_attention_backward",
         ),

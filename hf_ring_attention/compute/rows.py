@@ -1,8 +1,9 @@
 """The rows of a tile batch among the rows of a tensor [B, H, n, ...]: views if they lie side by side, else gathers.
 
 All functions take tensors as their rows, [B * H * n, ...]. Both kinds `take` rows to [tiles, heads, L, ...], the kernels'
-shape, and bring results back by `add_` and `merge_`. No two tiles of a batch share a query row of a head, so results are
-merged without conflicts; key rows may repeat. `split` yields the same rows in parts of at most so many of their equal `units`.
+shape, and bring results back by `write_`, `add_` and `merge_`. No two tiles of a batch share a query row of a head, so results
+are written and merged without conflicts; key rows may repeat. `split` yields the same rows in parts of at most so many of
+their equal `units`.
 
 On a GPU, starting an operation often takes longer than its work, so these functions need few of them, views included.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +24,8 @@ from . import merge
 @dataclass(frozen=True, kw_only=True)
 class ViewRows:
     """`copies` stretches of `length` rows, `advance` apart, in batch rows and heads that are equally far apart."""
+
+    kept: ClassVar = None  # nothing is padding
 
     batch: int
     heads: int
@@ -36,6 +40,11 @@ class ViewRows:
     def units(self) -> int:
         """The number of equal parts along which `split` can cut."""
         return self.copies
+
+    @property
+    def tiles_per_unit(self) -> int:
+        """The number of tiles in each part."""
+        return self.batch
 
     @property
     def rows_per_unit(self) -> int:
@@ -82,6 +91,11 @@ class ViewRows:
             window = part._window(x)
             window.add_(values[:, turn::turns].reshape(window.shape))
 
+    def write_(self, x: Tensor, values: Tensor) -> None:
+        """Writes values over the rows of x, each of which is in one tile."""
+        window = self._window(x)
+        window.copy_(values.reshape(window.shape))
+
     def merge_(self, out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
         out, lse = self._window(out), self._window(lse)
         merge.merge_(out, lse, new_out.reshape(out.shape), new_lse.reshape(lse.shape))
@@ -98,6 +112,8 @@ class IndexRows:
     Of tiles of unequal lengths that are padded, the last row is repeated up to the length of the longest tile.
     """
 
+    tiles_per_unit: ClassVar = 1
+
     first: Tensor  # all numbers, or one of each tile and head
     offsets: Tensor | None = None  # [L]: added to `first`, these are all numbers
     kept: Tensor | None = None  # the places of rows that are not padding, in a head's [tiles * L]; None without padding
@@ -106,9 +122,14 @@ class IndexRows:
     def units(self) -> int:
         return self.first.shape[0]
 
-    @cached_property
+    @property
+    def length(self) -> int:
+        """The rows of a tile in each head."""
+        return self.first.shape[-1] * (1 if self.offsets is None else len(self.offsets))
+
+    @property
     def rows_per_unit(self) -> int:
-        return self.first.numel() * (1 if self.offsets is None else self.offsets.numel()) // self.units
+        return self.first.shape[1] * self.length
 
     def numbers(self) -> Tensor:
         """Returns all row numbers."""
@@ -139,6 +160,9 @@ class IndexRows:
 
     def add_(self, x: Tensor, values: Tensor) -> None:
         x.index_add_(0, self._flat, values.to(x.dtype).reshape(-1, x.shape[1]))
+
+    def write_(self, x: Tensor, values: Tensor) -> None:
+        x.index_put_((self._without_padding(self.first),), self._without_padding(values).to(x.dtype))
 
     def merge_(self, out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
         numbers, new_out, new_lse = map(self._without_padding, (self.first, new_out, new_lse))

@@ -49,7 +49,7 @@ class RingLM(HFLM):
         pattern: the text of a pattern, or the file of a calibration; None for the pattern in the model's config, else exact
             attention.
         ring_size: how many processes share a sequence. Several processes need it.
-        ring_layout, ring_transport, ring_heads: as `layout`, `transport` and `heads` of `Ring`.
+        ring_layout, ring_transport, ring_heads, ring_kernel: as `layout`, `transport`, `heads` and `kernel` of `Ring`.
         logits_at_once: on a ring, the tokens whose logits exist at once while the likelihood of a whole text is measured.
         arguments: of `hf`: batch_size, max_length, dtype, peft, add_bos_token, device, ...
 
@@ -67,6 +67,7 @@ class RingLM(HFLM):
         ring_layout: Any = "auto",
         ring_transport: Any = "auto",
         ring_heads: int | None = None,
+        ring_kernel: Any = "auto",
         logits_at_once: int = 512,
         **arguments: Any,
     ) -> None:
@@ -78,13 +79,12 @@ class RingLM(HFLM):
             arguments["device"] = arguments.get("device") or accelerator.device.type
             if ring_size is None and accelerator.num_processes == 1:
                 ring_size = 1
-            ring = Ring.from_accelerator(
-                accelerator, ring_size, layout=ring_layout, transport=ring_transport, heads=ring_heads
-            )
-        elif (ring_size, ring_layout, ring_transport, ring_heads) != (None, "auto", "auto", None):
+            ways = {"layout": ring_layout, "transport": ring_transport, "heads": ring_heads, "kernel": ring_kernel}
+            ring = Ring.from_accelerator(accelerator, ring_size, **ways)
+        elif (ring_size, ring_layout, ring_transport, ring_heads, ring_kernel) != (None, "auto", "auto", None, "auto"):
             raise ValueError(
                 "ring_dilated: a model that is loaded already has its ring from ra.patch_model(model, ring=ring): leave out "
-                "ring_size, ring_layout, ring_transport and ring_heads"
+                "ring_size, ring_layout, ring_transport, ring_heads and ring_kernel"
             )
         else:
             ring = attached_ring(unwrapped(pretrained)) or Ring.alone()

@@ -20,14 +20,13 @@ from ..plan.patterns import Pattern
 from ..plan.problem import Documents, HeldKeys
 from ..ring.attention import FORWARD, CheckedCall, Options, checked_call
 from ..ring.operator import UNTRACEABLE, GraphLayer, check_not_traced
-from ..ring.ring import Ring
 from .config import layer_pattern, unpatched_pattern
 from .forward_pass import CALL, ForwardPass, forward_pass_of, names_rows_in_graph, number_of, running
 from .hybrid_types import MIXERS
 from .masks import OwnBranch, Tokens, padding_first, tokens_of
 from .registration import IMPLEMENTATION
 from .rows import at_its_place_in_the_row
-from .wrappers import MODULES, attached_ring, attachment_of, head_shard
+from .wrappers import MODULES, attachment_of, head_shard, ring_of_calls
 
 #: Arguments that change the scores or the keys, whoever passes them.
 _REFUSED = ("position_bias", "head_mask", "block_table", "read_index", "write_index")
@@ -204,14 +203,13 @@ def _layer_call(
     check_not_traced()
     query, key, value, sinks = tensors
     dropout, scaling, sliding_window, softcap = settings
-    ring = attached_ring(module)
     if now is not None:
         now.attended = True
-        ring = None if now.whole else ring  # Every rank computes whole rows by itself.
+    ring = ring_of_calls(module, now is not None and now.whole)
     try:
         _check_call(module, now, mask, dropout, kwargs)
         tokens = mask if isinstance(mask, Tokens) else tokens_of(mask)
-        if ring is not None and ring.world_size > 1 and tokens.layout is None and tokens.held is None:
+        if ring.world_size > 1 and tokens.layout is None and tokens.held is None:
             raise ValueError(
                 f"{type(module).__name__} of a sharded model got no mask of ring_dilated, so its documents are unknown: call "
                 f"the model, not its layers; with a cp_size, make the ring by Ring.from_accelerator before accelerator.prepare"
@@ -231,7 +229,7 @@ def _layer_call(
             _check_padding_and_pieces(module, tokens, of_model, pattern, held)
         heads = head_shard(module, query, key)
     except (ValueError, NotImplementedError) as refused:
-        with (ring or Ring.alone()).agreement(FORWARD, by_digest=True):  # The other ranks compare their calls here.
+        with ring.agreement(FORWARD, by_digest=True):  # The other ranks compare their calls here.
             raise refused
     options: dict[str, Any] = {"pattern": pattern, "ring": ring, "layout": tokens.layout, "causal": causal}
     options |= {"scale": scaling, "documents": documents, "softcap": softcap, "head_shard": heads}

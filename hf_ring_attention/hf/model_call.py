@@ -61,8 +61,8 @@ _LARGE_LOGITS = 1 << 30
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
-def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
-    """Makes this the ring of the model's attention layers; None makes its rows whole ones again."""
+def attach_ring(model: PreTrainedModel, ring: Ring | None, kernel: str) -> None:
+    """Makes these the ring and the kernel of the model's attention layers; ring=None makes its rows whole ones again."""
     for module in model.modules():
         remove_hooks(module, lambda hook: getattr(hook, "__module__", None) in (__name__, f"{__package__}.patch"))
     # Any of these may be the one that is called: a model with its head, its base model, and the decoder of this.
@@ -70,7 +70,7 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
         called.register_forward_pre_hook(before_model, with_kwargs=True)
         called.register_forward_hook(after_model, with_kwargs=True, always_call=True)
     corrected = ring is not None and ring.world_size > 1 and _correct_modules(model.base_model)
-    set_ring(model, ring, fits_a_graph(model, ring) and not corrected, loss_fits_parts(model))
+    set_ring(model, ring, kernel, fits_a_graph(model, ring) and not corrected, loss_fits_parts(model))
 
 
 def _correct_modules(base: nn.Module) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,8 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..compute.private import implementation_of, remove_hooks
+from ..plan.branches import check_choice
+from ..plan.choices import KernelSetting
 from ..plan.patterns import Pattern
 from ..ring.operator import UNTRACEABLE
 from ..ring.ring import Ring
@@ -31,7 +33,16 @@ from .hybrid_types import hybrids_of
 from .model_call import attach_ring, before_model
 from .registration import IMPLEMENTATION
 from .support import check_model, class_name
-from .wrappers import attached_ring, check_ring, inner_model, is_patched, runner_of, wrapped_modules
+from .wrappers import (
+    Attachment,
+    attached_ring,
+    attachment_of,
+    check_ring,
+    inner_model,
+    is_patched,
+    runner_of,
+    wrapped_modules,
+)
 
 #: The one field of all of PEFT's configs that takes any dict. PEFT itself uses it for adapters without a task_type alone.
 _FIELD = "auto_mapping"
@@ -113,6 +124,7 @@ def patch_model(
     model: Model,
     pattern: Pattern | str | PatternsOfLayers | Sequence[Pattern | str] | None = None,
     ring: Ring | None = None,
+    kernel: KernelSetting | None = None,
 ) -> Model:
     """Makes a loaded model compute with "ring_dilated".
 
@@ -125,13 +137,14 @@ def patch_model(
         ring: the ranks that compute each row together. All of them call the model with the same whole rows, and get what one
             device returns; the mean of their gradients is its gradient. Under tensor parallelism these are the ranks with the
             same heads: `ra.Ring(mesh)` for a mesh of ("cp", "tp"). None: this process computes whole rows alone.
+        kernel: as for `Ring`, for a model without a ring; None takes the ring's, or keeps what the model has.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: no Transformers model, one that does not call the attention interface, or a ring of ranks among which
-            tensor parallelism divides the model.
+        ValueError: no Transformers model, one that does not call the attention interface, a ring of ranks among which tensor
+            parallelism divides the model, or a kernel that is not the ring's.
         NotImplementedError: a model that ring_dilated does not compute, or does not compute over a ring.
 
     Example:
@@ -152,6 +165,7 @@ def patch_model(
     check_model(inner, sharded=ring is not None and ring.world_size > 1)
     if ring is not None:
         check_ring(inner, ring)
+    kernel_name = _kernel_of(inner, ring, kernel)
     config = inner.config.get_text_config()
     if pattern is not None:
         patch_config(inner.config, pattern)
@@ -162,11 +176,25 @@ def patch_model(
     if settings_of(config) is not None:
         keep_implementation(inner.config)
     remember_pattern(adapters_of(model), inner.config)
-    attach_ring(inner, ring)
+    attach_ring(inner, ring, kernel_name)
     hybrids = hybrids_of(config)
     if hybrids is not None:
         hybrids.attach_mixers(inner)
     return model
+
+
+def _kernel_of(model: PreTrainedModel, ring: Ring | None, kernel: str | None) -> str:
+    """Returns the kernel that was asked for, else that of the ring, or the one that the model has."""
+    if kernel is not None:
+        check_choice("patch_model", "kernel", kernel, get_args(KernelSetting))
+    if ring is None:
+        attachment = attachment_of(runner_of(model)) or Attachment()
+        return attachment.kernel if kernel is None else kernel
+    if kernel is not None and kernel != ring.kernel:
+        raise ValueError(
+            f"patch_model: got kernel={kernel!r} and a ring with kernel={ring.kernel!r}: make the ring with it"
+        )
+    return ring.kernel
 
 
 def check_made_model(model: PreTrainedModel) -> None:

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ..compute.private import compiled_module
 from ..ring.operator import Numbered
-from ..ring.ring import Ring
+from ..ring.ring import Ring, ring_alone
 
 #: The attribute of a model's modules that holds their `Attachment`.
 _ATTACHMENT = "_ring_dilated"
@@ -43,9 +44,10 @@ class Attachment:
     is_decoder: bool = False
     runs: bool = False  # whether a call of it has begun outside of a graph, so that no part of it may begin in one
     loss_in_parts: bool = False  # whether its loss is one of next tokens, which each rank can compute for its part
+    kernel: str = "auto"  # computes the rows that this process computes alone; a ring has its own
 
     def __reduce__(self) -> Any:
-        return Attachment, (self.ring,)
+        return partial(Attachment, kernel=self.kernel), (self.ring,)
 
 
 def wrapped_modules(model: Any) -> list[Any]:
@@ -135,18 +137,25 @@ def attached_ring(module: nn.Module) -> Ring | None:
     return None if attachment is None else attachment.ring
 
 
+def ring_of_calls(module: nn.Module, whole: bool) -> Ring:
+    """Returns the ring of a module's calls: that of its model, or if this process computes `whole` rows, a ring of its own."""
+    attachment = attachment_of(module) or Attachment()
+    return ring_alone(attachment.kernel) if whole or attachment.ring is None else attachment.ring
+
+
 def is_patched(module: nn.Module) -> bool:
     """Returns whether `patch_model` was called for the model of a module, with a ring or without one."""
     return attachment_of(module) is not None
 
 
-def set_ring(model: PreTrainedModel, ring: Ring | None, in_graphs: bool, loss_in_parts: bool) -> None:
-    """Makes this the ring of a model and of the modules of its decoder."""
+def set_ring(model: PreTrainedModel, ring: Ring | None, kernel: str, in_graphs: bool, loss_in_parts: bool) -> None:
+    """Makes this the ring of a model and of the modules of its decoder, and its kernel theirs."""
     _PATCHED.add(model)
     of_ring, runner = {model, *decoder_of(model).modules()}, runner_of(model)
     for module in model.modules():
         of_module = ring if module in of_ring else None
-        attachment = Attachment(of_module, str(MODULES.add(module)), in_graphs, module is runner, False, loss_in_parts)
+        number, is_decoder = str(MODULES.add(module)), module is runner
+        attachment = Attachment(of_module, number, in_graphs, is_decoder, False, loss_in_parts, kernel)
         setattr(module, _ATTACHMENT, attachment)
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import get_args
+from typing import Literal, get_args
 
 from .balance import balanced_layout, estimated_imbalance, mean_keys
 from .branches import check_choice
@@ -32,7 +32,11 @@ HEADS_AS_KEYS = 1024
 #: Heads are exchanged if waiting for the busiest rank would take at least so many times as long.
 WORTH_AN_EXCHANGE = 1.05
 
-_ASKED_FOR = "it was asked for"
+#: The reason of a choice that the caller made.
+ASKED_FOR = "it was asked for"
+
+#: The kernels that a caller may ask for; "auto" takes the first of `kernel_choice.kernel_candidates`.
+KernelSetting = Literal["auto", "fused", "flash", "cudnn", "efficient", "math"]
 
 #: If a rank's remote keys are at most this share of its own keys, the collective holds little, whatever the length.
 COLLECTIVE_SHARE = 0.25
@@ -66,10 +70,11 @@ def busiest_over_mean(work: Sequence[float]) -> float:
     return max(work) * len(work) / (sum(work) or 1)
 
 
-def check_choices(layout: str, transport: str, world_size: int, heads: int | None = None) -> None:
-    """Refuses unknown layouts and transports, and transports or groups (`heads`) that cannot serve this many ranks."""
+def check_choices(layout: str, transport: str, world_size: int, heads: int | None = None, kernel: str = "auto") -> None:
+    """Refuses unknown names, and transports or groups (`heads`) that cannot serve this many ranks."""
     check_choice("Ring", "layout", layout, ("auto", *get_args(LayoutKind)))
     check_choice("Ring", "transport", transport, get_args(TransportKind))
+    check_choice("Ring", "kernel", kernel, get_args(KernelSetting))
     if transport == "local" and world_size > 1:
         raise ValueError(f"transport='local' serves 1 rank, got {world_size}: use 'auto', 'ring' or 'collective'")
     if heads is None:
@@ -120,9 +125,9 @@ def decide_layout(
     Documents are None for one document a row. If all ranks exchange heads, they have equal work in every layout.
     """
     if kind == "documents" and documents is not None:
-        return balanced_layout(seq_len, world_size, pattern, documents), Decision(kind, _ASKED_FOR)
+        return balanced_layout(seq_len, world_size, pattern, documents), Decision(kind, ASKED_FOR)
     unasked = kind in ("auto", "documents")
-    decision = choose_layout(seq_len, world_size, pattern) if unasked else Decision(kind, _ASKED_FOR)
+    decision = choose_layout(seq_len, world_size, pattern) if unasked else Decision(kind, ASKED_FOR)
     layout = SequenceLayout(decision.choice, seq_len, world_size)  # type: ignore[arg-type]
     by_heads = transport == "heads" and heads in (None, world_size)
     if kind != "auto" or documents is None or world_size == 1 or by_heads:
@@ -212,7 +217,7 @@ def decide_call(transport: str, problem: Problem, sizes: RowBytes) -> tuple[Prob
     """Returns the problem as it is computed, and its transport: the one asked for, or with "auto" by `choose_transport`."""
     if transport == "heads":
         check_heads(problem.num_heads, problem.num_kv_heads, group_size(problem))
-    decision = choose_transport(problem, sizes) if transport == "auto" else Decision(transport, _ASKED_FOR)
+    decision = choose_transport(problem, sizes) if transport == "auto" else Decision(transport, ASKED_FOR)
     return problem if decision.heads is None else problem.in_groups(decision.heads), decision
 
 

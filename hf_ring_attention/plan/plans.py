@@ -6,7 +6,7 @@ Every rank can compute every rank's plan, so nothing is negotiated: each rank ex
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -180,6 +180,21 @@ def _runs(pieces: _Pieces, start: int, stop: int) -> Iterator[Run]:
         low, high = max(piece.start, start), min(piece.stop, stop)
         if low < high:
             yield Run(row + low - piece.start, low - start, high - low)
+
+
+def freshness(batches: Sequence[TileBatch]) -> Callable[[TileBatch], bool]:
+    """Returns which of these batches come first: no two of their tiles share a query row of a head.
+
+    They have one visit, whose trapezoids share no row; of a rectangle and a triangle that make up one, only the triangle comes.
+    """
+    visit = min((batch.visit for batch in batches), default=None)
+    triangles = {x.num_queries * x.fold_size for x in batches if x.visit == visit and x.shape == "causal"}
+
+    def is_fresh(batch: TileBatch) -> bool:
+        beside = batch.shape == "full" and batch.num_queries * batch.fold_size in triangles
+        return batch.visit == visit and not beside
+
+    return is_fresh
 
 
 def pairs_of_row(pattern: Pattern, seq_len: int, num_heads: int, num_kv_heads: int, causal: bool) -> int:

@@ -16,6 +16,7 @@ from ..compute.binding import bind_own
 from ..compute.kernel import Saved
 from ..compute.kernels import choose_kernel
 from ..compute.merge import accumulation_dtype, add_sinks, merge_
+from ..plan.kernel_choice import tile_kinds
 from ..plan.layouts import SequenceLayout
 from ..plan.patterns import Pattern, as_pattern
 from ..plan.problem import HeldKeys, Problem, documents_of
@@ -26,9 +27,8 @@ from ..transport.transports import LocalTransport
 from .engine import AllGradients, Execution, ForwardResults
 from .operator import CALLS, UNTRACEABLE, GraphLayer, check_not_traced, define
 from .planner import CallKey
-from .ring import Ring, is_recorded
+from .ring import Ring, is_recorded, ring_alone
 
-_ALONE = Ring.alone()
 #: The checks of the calls of `ring_attention` in graphs, which may run at any time.
 _TRACED: list[Callable[..., CheckedCall]] = []
 
@@ -276,14 +276,16 @@ def checked_call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options:
     With keys from a cache, every rank of a ring has the same queries and its own part of the keys. Ranks merge their results,
     so one row of (out, lse) moves for each query and rank, whatever the length of the cache.
     """
-    ring, held, scale, softcap = options.ring or _ALONE, options.held, options.scale, options.softcap
+    ring, held, scale, softcap = options.ring or ring_alone(), options.held, options.scale, options.softcap
     with ring.agreement(FORWARD, by_digest=True) as call:
         pattern = as_pattern(options.pattern, "ring_attention")
         _check_tensors(q, k, v, softcap, sinks)
-        kernel = choose_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], softcap)
         in_graph = options.recorded_in_graph
         recorded = is_recorded(q, k, v, sinks) if in_graph is None else in_graph
         problem = _problem(q, k, pattern, ring, options)
+        tiles = tile_kinds(problem, ring.rank)
+        widths = q.shape[-1], v.shape[-1]
+        kernel = choose_kernel(q.device, q.dtype, *widths, softcap, ring.kernel, tiles, ring.note_kernel)
         if held is not None and ring.world_size > 1 and is_recorded(q, k, v):
             raise ValueError("cached_attention: the keys of a sharded cache have no gradient: use torch.no_grad()")
         if scale is not None and not scale > 0:  # Masks are -inf, which only a factor above 0 leaves as it is.
@@ -301,6 +303,7 @@ def checked_call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options:
                 "whether keys come from a cache": held is not None,
                 "transport": ring.transport,
                 "settings of the ring": ring.settings,
+                "kernel": ring.kernel,
                 "causal": problem.causal,
                 "scale": scale,
                 "softcap": softcap,
@@ -308,8 +311,7 @@ def checked_call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options:
                 "whether gradients are recorded": recorded,
                 "documents": problem.documents,
             }
-    widths = q.shape[-1] + v.shape[-1]
-    sizes = RowBytes(widths * q.element_size(), widths * accumulation_dtype(q.dtype).itemsize)
+    sizes = RowBytes(sum(widths) * q.element_size(), sum(widths) * accumulation_dtype(q.dtype).itemsize)
     key = CallKey(problem, sizes, q.device, kernel.joining)
 
     def plan() -> Execution:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import lru_cache
 from pkgutil import resolve_name
 from typing import Any, Literal
 
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..plan.choices import check_choices, decide_layout
+from ..plan.choices import Decision, KernelSetting, check_choices, decide_layout
 from ..plan.layouts import LayoutKind, SequenceLayout
 from ..plan.patterns import Pattern, as_pattern
 from ..plan.problem import RingSettings, documents_of
@@ -27,6 +29,8 @@ from .callbacks import CALLBACKS
 from .mesh import communicator_of, mesh_of
 from .planner import Planner
 from .shards import RINGS, check_shard, shard_of, whole_of
+
+logger = logging.getLogger(__name__)
 
 
 class Ring:
@@ -42,6 +46,9 @@ class Ring:
             have equal work. "local": one rank. "auto": as `plan.choices.choose_transport` decides for each call.
         heads: with transport="heads", how many neighbouring ranks exchange heads; None for all. Keys and values then travel
             round rings of the ranks that have the same heads.
+        kernel: the setting of all ranks. "auto": for each call the fastest kernel that computes it on its device, as
+            `plan.kernel_choice` decides; on a CPU, torch's flash attention for CPUs. "fused", "flash", "cudnn", "efficient":
+            a kernel of CUDA, or an error if it cannot compute a call. "math": plain math, on every device.
 
     Raises:
         ValueError: an unknown name; a transport that cannot serve this many ranks; a group or mesh without this rank, or a
@@ -62,22 +69,28 @@ class Ring:
         layout: LayoutKind | Literal["auto"] = "auto",
         transport: TransportKind = "auto",
         heads: int | None = None,
+        kernel: KernelSetting = "auto",
     ) -> None:
-        self._set_up(communicator_of(group), layout, transport, heads)
+        self._set_up(communicator_of(group), layout, transport, heads, kernel)
 
     @classmethod
     def over(
-        cls, communicator: Communicator | None, layout: str = "auto", transport: str = "auto", heads: int | None = None
+        cls,
+        communicator: Communicator | None,
+        layout: str = "auto",
+        transport: str = "auto",
+        heads: int | None = None,
+        kernel: str = "auto",
     ) -> Ring:
         """Makes the ring of a rank that reaches the others by `communicator`."""
         ring = cls.__new__(cls)
-        ring._set_up(communicator, layout, transport, heads)
+        ring._set_up(communicator, layout, transport, heads, kernel)
         return ring
 
     @classmethod
-    def alone(cls) -> Ring:
+    def alone(cls, kernel: KernelSetting = "auto") -> Ring:
         """Makes a ring of this process only, whatever the world is."""
-        return cls.over(None)
+        return cls.over(None, kernel=kernel)
 
     @classmethod
     def from_accelerator(
@@ -88,6 +101,7 @@ class Ring:
         layout: LayoutKind | Literal["auto"] = "auto",
         transport: TransportKind = "auto",
         heads: int | None = None,
+        kernel: KernelSetting = "auto",
     ) -> Ring:
         """Makes the ring of this process on a mesh ("dp_replicate", "cp") of all processes of an `accelerate.Accelerator`.
 
@@ -102,7 +116,7 @@ class Ring:
 
         Args:
             size: ranks of a ring, a divisor of the number of processes; None for cp_size.
-            layout, transport, heads: as for `Ring`; ranks that exchange heads are neighbours too.
+            layout, transport, heads, kernel: as for `Ring`; ranks that exchange heads are neighbours too.
 
         Raises:
             ValueError: on every process: sizes that differ, are missing or do not divide the number of processes; an
@@ -110,19 +124,23 @@ class Ring:
                 than data before "cp"; or an Accelerator that hands out batches from one process.
         """
         mesh = mesh_of(accelerator, size)
-        ring = cls(mesh.group, layout=layout, transport=transport, heads=heads)
+        ring = cls(mesh.group, layout=layout, transport=transport, heads=heads, kernel=kernel)
         ring.dp_rank, ring.dp_size, ring._everyone = mesh.dp_rank, mesh.dp_size, mesh.everyone
         ring._accelerator = weakref.ref(accelerator)
         resolve_name(CALLBACKS["count_rings"])(accelerator, ring)
         return ring
 
-    def _set_up(self, communicator: Communicator | None, layout: str, transport: str, heads: int | None) -> None:
+    def _set_up(
+        self, communicator: Communicator | None, layout: str, transport: str, heads: int | None, kernel: str
+    ) -> None:
         self.rank, self.world_size = (0, 1) if communicator is None else (communicator.rank, communicator.world_size)
-        check_choices(layout, transport, self.world_size, heads)
+        check_choices(layout, transport, self.world_size, heads, kernel)
         if transport not in ("auto", "local") and communicator is None:
             raise ValueError(f"transport={transport!r} needs torch.distributed to be initialized")
         self.dp_rank, self.dp_size = 0, 1
         self.layout, self.transport, self.settings = layout, transport, RingSettings(heads=heads)
+        self.kernel = kernel
+        self._kernels: dict[str, Decision] = {}
         self.communicator = communicator
         #: Reaches all processes that train together: the ring's, or the accelerator's if there is one.
         self._everyone = communicator
@@ -253,6 +271,24 @@ class Ring:
         self.calls.compare("gather", {"the shape of a tensor to gather": tuple(x.shape), "its dtype": x.dtype})
         return self.communicator.gather(x.contiguous())
 
+    def kernels(self) -> dict[str, Decision]:
+        """Returns the kernels that computed this rank's calls, with the reasons, by the kind of call.
+
+        Example:
+            >>> ring, x = ra.Ring.alone(kernel="math"), torch.randn(1, 2, 16, 8)
+            >>> out = ra.ring_attention(x, x, x, pattern="window:4", ring=ring)
+            >>> ring.kernels()
+            {'tiles of any shape, float32, head sizes 8 and 8': Decision(choice='math', reason='it was asked for', heads=None)}
+        """
+        return dict(self._kernels)
+
+    def note_kernel(self, call: str, decision: Decision) -> None:
+        """Remembers the kernel of a kind of calls; rank 0 logs each kernel once, whatever the number of layers and calls."""
+        known = {decision.choice for decision in self._kernels.values()}
+        self._kernels[call] = decision
+        if self.rank == 0 and decision.choice not in known:
+            logger.info("ring of %d: kernel %s, because %s", self.world_size, decision.choice, decision.reason)
+
     def traffic(self) -> Traffic:
         """Returns a count of the bytes that this rank has moved since the ring was made or `reset_traffic` was called."""
         return replace(self.counters)
@@ -272,6 +308,12 @@ class Ring:
         """
         communicator, who = (self._everyone, "process") if everywhere else (self.communicator, "rank")
         return agreement(communicator, who, call, by_digest)
+
+
+@lru_cache(maxsize=8)
+def ring_alone(kernel: str = "auto") -> Ring:
+    """Returns the ring of calls that name none, one for each kernel that they ask for."""
+    return Ring.over(None, kernel=kernel)
 
 
 def is_recorded(*tensors: Tensor | None) -> bool:

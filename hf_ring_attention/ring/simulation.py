@@ -23,6 +23,7 @@ def simulate(
     layout: LayoutKind | str = "auto",
     transport: str = "auto",
     heads: int | None = None,
+    kernel: str = "auto",
     timeout: float = 300.0,
 ) -> list[Ring]:
     """Returns the rings of all ranks, in this process; each needs a thread of its own, as in `run_simulated`.
@@ -30,7 +31,7 @@ def simulate(
     They compute the same as processes would, on the device of the tensors; they are no faster than one rank.
 
     Args:
-        layout, transport, heads: as for `Ring`.
+        layout, transport, heads, kernel: as for `Ring`.
         timeout: the most seconds that a rank waits for another.
 
     Raises:
@@ -45,7 +46,7 @@ def simulate(
         [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
     """
     check_count("simulate", "world_size", world_size)
-    return [Ring.over(c, layout, transport, heads) for c in SimulatedCommunicator.all_of(world_size, timeout)]
+    return [Ring.over(c, layout, transport, heads, kernel) for c in SimulatedCommunicator.all_of(world_size, timeout)]
 
 
 def run_simulated(
@@ -57,7 +58,7 @@ def run_simulated(
 
     Args:
         world_size: the number of ranks.
-        settings: layout, transport, heads and timeout, as for `simulate`.
+        settings: layout, transport, heads, kernel and timeout, as for `simulate`.
 
     Raises:
         Exception: the error of `function` on a rank; the other ranks end as well.

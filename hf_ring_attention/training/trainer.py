@@ -49,6 +49,7 @@ class RingTrainingArguments(TrainingArguments):
         ring_layout: "auto", "contiguous", "zigzag" or "documents".
         ring_transport: "auto", "ring", "collective", "heads" or "local".
         ring_heads: with "heads", how many neighbouring processes exchange heads; None for all of a ring.
+        ring_kernel: "auto", "fused", "flash", "cudnn", "efficient" or "math", as for `Ring`.
         offload_activations: whether tensors that the forward pass saves wait in host memory; with
             activation_checkpointing (gradient_checkpointing before Transformers 5.23), these are the inputs of the layers.
         ring_keep_attention: whether checkpointing keeps the results of attention (`ra.keep_attention`), so that backward
@@ -64,6 +65,7 @@ class RingTrainingArguments(TrainingArguments):
     ring_layout: str = field(default="auto", metadata={"help": "auto, contiguous, zigzag or documents"})
     ring_transport: str = field(default="auto", metadata={"help": "auto, ring, collective, heads or local"})
     ring_heads: int | None = field(default=None, metadata={"help": "neighbours that exchange heads; default: all"})
+    ring_kernel: str = field(default="auto", metadata={"help": "auto, fused, flash, cudnn, efficient or math"})
     offload_activations: bool = field(default=False, metadata={"help": "keep saved activations in host memory"})
     ring_keep_attention: bool = field(default=True, metadata={"help": "checkpointing keeps the results of attention"})
 
@@ -82,7 +84,7 @@ class RingTrainerMixin(_Trainer):
     a ring, and the model takes whole rows. TRL's trainers that generate give the ranks of a ring the same completions.
 
     Args:
-        ring_size, ring_layout, ring_transport, ring_heads, ring_keep_attention, offload_activations: as in
+        ring_size, ring_layout, ring_transport, ring_heads, ring_kernel, ring_keep_attention, offload_activations: as in
             `RingTrainingArguments`, for Trainers with arguments of their own.
 
     Raises:
@@ -103,7 +105,9 @@ class RingTrainerMixin(_Trainer):
     """
 
     ring: Ring
-    _SETTINGS = "ring_size ring_layout ring_transport ring_heads ring_keep_attention offload_activations".split()
+    _SETTINGS = (
+        "ring_size ring_layout ring_transport ring_heads ring_kernel ring_keep_attention offload_activations".split()
+    )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.ring_settings = {name: kwargs.pop(name) for name in self._SETTINGS if name in kwargs}
@@ -140,7 +144,7 @@ class RingTrainerMixin(_Trainer):
         size = self.ring_setting("ring_size")
         if size is None and (cp_size > 1 or self.accelerator.state.num_processes == 1):
             size = cp_size
-        settings = {name: self.ring_setting(f"ring_{name}") for name in ("layout", "transport", "heads")}
+        settings = {name: self.ring_setting(f"ring_{name}") for name in ("layout", "transport", "heads", "kernel")}
         self.ring = Ring.from_accelerator(self.accelerator, size, **settings)
         if self.model is not None:
             patch_model(self.model, ring=self.ring)

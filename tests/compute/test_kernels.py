@@ -4,10 +4,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_ring_attention.compute import kernels
 from hf_ring_attention.compute.cuda_kernels import CudaEfficient, CudaFlash
 from hf_ring_attention.compute.kernel import KernelCall, Saved
 from hf_ring_attention.compute.kernels import CpuFlash, Math, choose_kernel
 from hf_ring_attention.compute.merge import accumulation_dtype
+from tests.support.cuda_operators import EfficientAttention
 
 CUDA = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 FLASH = pytest.mark.skipif(
@@ -260,14 +262,23 @@ def test_math_gives_the_same_in_slices(shape, rows_at_once, generator):
         check(sliced, *(x.to(dtype) for x in (q, k, v, dout)), shape)
 
 
-def chosen(device, *call):
-    return choose_kernel.__wrapped__(torch.device(device), *call)  # past the cache
+@pytest.fixture
+def cuda_device(monkeypatch):
+    """The facts of a CUDA device and of what torch was built with; kernels need no proof."""
+
+    def has(capability=(9, 0), flash=True, cudnn=False, fused="it is not built yet"):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: flash)
+        monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: cudnn)
+        monkeypatch.setattr(kernels, "why_not_fused", lambda *_: fused)
+
+    monkeypatch.setattr(kernels, "fault_of", lambda *_: None)
+    return has
 
 
-def test_kernels_are_chosen(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+def test_kernels_are_chosen(cuda_device):
     for available in (True, False):
-        monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda available=available: available)
+        cuda_device(flash=available)
         flash = CudaFlash if available else CudaEfficient
         for device, dtype, head_dim, value_dim, want in [
             *(("cpu", dtype, 64, 64, CpuFlash) for dtype in FLOATS),
@@ -280,15 +291,15 @@ def test_kernels_are_chosen(monkeypatch):
             ("cuda", torch.float64, 64, 64, Math),
             ("mps", torch.float32, 64, 64, Math),
         ]:
-            kernel = chosen(device, dtype, head_dim, value_dim)
+            kernel = choose_kernel(torch.device(device), dtype, head_dim, value_dim)
             assert type(kernel) is want, (device, dtype, head_dim, value_dim, available)
     cpu = torch.device("cpu")
     assert choose_kernel(cpu, torch.float32, 8, 8) is choose_kernel(cpu, torch.float32, 8, 8)
 
 
-def test_older_devices_get_kernels_that_they_can_run(monkeypatch):
+def test_older_devices_get_kernels_that_they_can_run(cuda_device, monkeypatch):
     """FlashAttention-2, and bfloat16 in any fused kernel, begin with compute capability 8.0; V100 and T4 are 7.0 and 7.5."""
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    cuda_device()
     asked = []
     for capability, half, bfloat, single in [
         ((7, 0), CudaEfficient, Math, CudaEfficient),
@@ -300,11 +311,13 @@ def test_older_devices_get_kernels_that_they_can_run(monkeypatch):
         monkeypatch.setattr(
             torch.cuda, "get_device_capability", lambda device, own=capability: asked.append(device) or own
         )
+        device = torch.device("cuda:1")
         for dtype, want in ((torch.float16, half), (torch.bfloat16, bfloat), (torch.float32, single)):
-            assert type(chosen("cuda:1", dtype, 128, 128)) is want, (capability, dtype)
+            assert type(choose_kernel(device, dtype, 128, 128)) is want, (capability, dtype)
         no_backward = capability in ((8, 9), (12, 0))  # of FlashAttention-2, for some widths
         for width in (200, 224):
-            assert type(chosen("cuda:1", torch.float16, width, 64)) is (CudaEfficient if no_backward else half)
+            kernel = choose_kernel(device, torch.float16, width, 64)
+            assert type(kernel) is (CudaEfficient if no_backward else half)
     assert set(asked) == {torch.device("cuda:1")}, "devices of one machine may differ"
 
 
@@ -315,41 +328,6 @@ def test_other_dtypes_are_refused(dtype, device):
         choose_kernel(torch.device(device), dtype, 64, 64)
 
 
-class EfficientOperators:
-    """The operators of the efficient kernel, played by the CPU's; they have no grouped heads."""
-
-    cpu = torch.ops.aten
-
-    @classmethod
-    def _scaled_dot_product_efficient_attention(cls, q, k, v, bias, compute_lse, dropout, causal, scale):
-        assert q.shape[1] == k.shape[1] == v.shape[1]
-        mask = cls.mask(bias, q, k)
-        forward = cls.cpu._scaled_dot_product_flash_attention_for_cpu
-        return *forward(q, k, v, dropout, causal, attn_mask=mask, scale=scale), None, None
-
-    @classmethod
-    def _scaled_dot_product_efficient_attention_backward(
-        cls, dout, q, k, v, bias, out, lse, seed, offset, dropout, wanted, causal, scale
-    ):
-        assert q.shape[1] == k.shape[1] == v.shape[1]
-        assert lse.shape[-1] % 32 == 0
-        lse, mask = lse[..., : q.shape[2]].contiguous(), cls.mask(bias, q, k)
-        # The kernel finds the rows of out by the sizes of out, not by its stride (o_strideM() of kernel_backward.h).
-        row_stride = out.shape[1] * out.shape[3]
-        out = out.as_strided(out.shape, (*out.stride()[:2], row_stride, 1), out.storage_offset())
-        backward = cls.cpu._scaled_dot_product_flash_attention_for_cpu_backward
-        return *backward(dout, q, k, v, out, lse, dropout, causal, attn_mask=mask, scale=scale), None
-
-    @staticmethod
-    def mask(bias, q, k):
-        """The operator asks for a bias of every tile and head whose rows are aligned, and reads it without copies."""
-        if bias is not None:
-            assert bias.shape == (*q.shape[:3], k.shape[2])
-            assert bias.stride()[:2] == (0, 0)
-            assert bias.stride(2) % 16 == 0
-        return bias
-
-
 @pytest.mark.parametrize("shape", ["full", "causal", "band"])
 def test_the_efficient_kernel_serves_groups_without_repeating_keys(monkeypatch, shape):
     queries = 3 if shape == "band" else 5
@@ -358,7 +336,7 @@ def test_the_efficient_kernel_serves_groups_without_repeating_keys(monkeypatch, 
     want = Math().forward(q, k, v, KernelCall(shape, 0.3))
     want += Math().backward(dout, Saved(q, k, v, *want), KernelCall(shape, 0.3))
     with monkeypatch.context() as patched:
-        patched.setattr("hf_ring_attention.compute.cuda_kernels.aten", EfficientOperators)
+        patched.setattr("hf_ring_attention.compute.cuda_kernels.aten", EfficientAttention)
         got = CudaEfficient().forward(q, k, v, KernelCall(shape, 0.3))
         got += CudaEfficient().backward(dout, Saved(q, k, v, *got), KernelCall(shape, 0.3))
     for x, y in zip(got, want, strict=True):

@@ -188,6 +188,7 @@ def _refusals(rank, folder):
     for arguments, message in (
         ({}, "the size of rings was not given"),
         ({"ring_size": 3}, "cannot form rings of 3"),
+        ({"ring_size": 2, "ring_kernel": "cutlass"}, "kernel must be one of .* got 'cutlass'"),
         ({"ring_size": "two"}, "cannot form rings of 'two'"),
         ({"pattern": "windows:8"}, "windows:8"),
         ({"ring_size": 2, "batch_size": "auto:4"}, "give a number"),
@@ -197,7 +198,8 @@ def _refusals(rank, folder):
     ):
         with pytest.raises(ValueError, match=message):
             RingLM(model, **arguments)
-    lm = RingLM(model, ring_size=2)
+    lm = RingLM(model, ring_size=2, ring_kernel="math")
+    assert lm.ring.kernel == "math"
     with pytest.raises(ValueError, match=r"a model that is loaded already has its ring from ra\.patch_model"):
         RingLM(lm.model, ring_size=2)
     question = Instance("loglikelihood", {}, ("a question", " and its answer"), 0)

@@ -4,7 +4,7 @@ import itertools
 
 import hf_ring_attention as ra
 from hf_ring_attention.plan.joins import PADDED, joined
-from hf_ring_attention.plan.plans import plan_rank
+from hf_ring_attention.plan.plans import freshness, plan_rank
 from hf_ring_attention.plan.problem import Problem
 from tests.support.cases import random_case
 
@@ -86,3 +86,20 @@ def test_padding_and_copies_are_weighed_against_a_call(rng):
     assert calls(PADDED._replace(most_rows=10**4), False) == [[4000], [4001], [6000]]
     assert calls(PADDED, True) == [[4000], [4001], [6000]]
     assert calls(None, False) == [[4000], [4001], [6000]]
+
+
+def test_fresh_tiles_share_no_query_row(rng):
+    """Those of one branch, without rectangles that may lie beside triangles."""
+    found = 0
+    for _ in range(100):
+        case = random_case(rng, max_len=60)
+        world_size = rng.choice([1, 1, 2])
+        problem = case.problem(ra.SequenceLayout(rng.choice(["contiguous", "zigzag"]), case.seq_len, world_size))
+        batches = plan_rank(problem, rng.randrange(world_size)).own
+        is_fresh = freshness(batches)
+        fresh = [batch for batch in batches if is_fresh(batch)]
+        assert bool(fresh) == bool(batches)
+        rows = list(query_rows(fresh, problem))
+        assert len(set(rows)) == len(rows)
+        found += len(fresh) > 1
+    assert found

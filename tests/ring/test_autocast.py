@@ -7,24 +7,33 @@ import pytest
 import torch
 
 import hf_ring_attention as ra
-from hf_ring_attention.compute.kernels import choose_kernel
+from hf_ring_attention.compute import cuda_kernels
+from hf_ring_attention.compute.cuda_kernels import CudaEfficient, CudaFlash, Cudnn
 from hf_ring_attention.hybrids import states
 from hf_ring_attention.plan.problem import HeldKeys
 from hf_ring_attention.plan.state_runs import StateRun
+from hf_ring_attention.ring import attention
 from tests.support.cached import cached_attention
 from tests.support.cases import EVERY_TRANSPORT
+from tests.support.cuda_operators import CudnnAttention, EfficientAttention, FlashAttention2
 from tests.support.ranks import run_simulated
 
 CUDA = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-#: The device, the dtype, the cap of scores and the kernel that these choose.
+#: The device, the dtype, the cap of scores, and the kernel that is asked for and computes.
 KERNELS = [
-    pytest.param("cpu", torch.float32, 5.0, "math", id="math"),
-    pytest.param("cpu", torch.bfloat16, 5.0, "math", id="math in bfloat16"),
-    pytest.param("cpu", torch.float32, None, "cpu_flash", id="cpu_flash"),
-    pytest.param("cpu", torch.bfloat16, None, "cpu_flash", id="cpu_flash in bfloat16"),
-    pytest.param("cuda", torch.float32, 5.0, "math", id="cuda_math", marks=CUDA),
-    pytest.param("cuda", torch.float32, None, "cuda_efficient", id="cuda_efficient", marks=CUDA),
-    pytest.param("cuda", torch.bfloat16, None, "cuda_flash", id="cuda_flash", marks=CUDA),
+    pytest.param("cpu", torch.float32, 5.0, "auto", "math", id="math"),
+    pytest.param("cpu", torch.bfloat16, 5.0, "auto", "math", id="math in bfloat16"),
+    pytest.param("cpu", torch.float32, None, "auto", "cpu_flash", id="cpu_flash"),
+    pytest.param("cpu", torch.bfloat16, None, "auto", "cpu_flash", id="cpu_flash in bfloat16"),
+    pytest.param("cuda", torch.float32, 5.0, "math", "math", id="cuda_math", marks=CUDA),
+    pytest.param("cuda", torch.float32, None, "efficient", "efficient", id="cuda_efficient", marks=CUDA),
+    pytest.param("cuda", torch.bfloat16, None, "flash", "flash", id="cuda_flash", marks=CUDA),
+]
+#: Kernels for CUDA whose operators are played by plain math, which autocast would change.
+PLAYED = [
+    pytest.param(CudaFlash(), FlashAttention2, ("exact", "window:5+2", "longnet:8/1,24/2"), id="flash"),
+    pytest.param(Cudnn(), CudnnAttention(), ("exact",), id="cudnn"),
+    pytest.param(CudaEfficient(), EfficientAttention, ("exact", "window:5+2", "longnet:8/1,24/2"), id="efficient"),
 ]
 #: One whole tile, tiles that are merged, and folds.
 PATTERNS = ("exact", "window:5+2", "longnet:8/1,24/2")
@@ -57,11 +66,21 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize(("device", "dtype", "softcap", "name"), KERNELS)
-def test_attention_by_each_kernel(device, dtype, softcap, name, pattern, rng):
-    assert choose_kernel(torch.device(device), dtype, 16, 16, softcap).name == name
-    call = (rng.randrange(2**32), pattern, ra.Ring.alone(), device, dtype, softcap)
+@pytest.mark.parametrize(("device", "dtype", "softcap", "setting", "name"), KERNELS)
+def test_attention_by_each_kernel(device, dtype, softcap, setting, name, pattern, rng):
+    ring = ra.Ring.alone(kernel=setting)
+    call = (rng.randrange(2**32), pattern, ring, device, dtype, softcap)
     assert_same(attend(True, *call), attend(False, *call))
+    assert {decision.choice for decision in ring.kernels().values()} == {name}
+
+
+@pytest.mark.parametrize(("kernel", "operators", "patterns"), PLAYED)
+def test_attention_by_kernels_for_cuda(kernel, operators, patterns, monkeypatch, rng):
+    monkeypatch.setattr(cuda_kernels, "aten", operators)
+    monkeypatch.setattr(attention, "choose_kernel", lambda *_: kernel)
+    for pattern in patterns:
+        call = (rng.randrange(2**32), pattern, ra.Ring.alone(), "cpu", torch.float32, None)
+        assert_same(attend(True, *call), attend(False, *call))
 
 
 @pytest.mark.parametrize("transport", EVERY_TRANSPORT)

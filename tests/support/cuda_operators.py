@@ -7,6 +7,8 @@ for FlashAttention-2, attention.cu, attention_backward.cu, kernel_forward.h and 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tests.support.schemas import SCHEMAS, bound
+
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -55,26 +57,20 @@ class CheckedOperators:
     """
 
     def __init__(self, played_by=torch.ops.aten, dtypes=HALVES):
-        self.played_by, self.dtypes, self.calls = played_by, dtypes, []
+        self.played_by, self.dtypes, self.calls, self.programs = played_by, dtypes, [], {}
 
     def __getattr__(self, name):
         def call(*args, **kwargs):
-            given = by_name(name, args, kwargs)
+            [*_, given] = [bound(schemas[name], args, kwargs) for schemas in SCHEMAS.values()]
             self.calls.append((name, given))
-            (check_flash if name.startswith("_flash") else check_efficient)(given, self.dtypes)
+            check = check_flash if name.startswith("_flash") else check_cudnn if "cudnn" in name else check_efficient
+            check(given, self.dtypes)
+            if "cudnn" in name and "grad_out" in given:
+                program, strides = program_of(given)
+                assert self.programs.setdefault(program, strides) == strides, "cuDNN would read out or dout wrongly"
             return getattr(self.played_by, name)(*args, **kwargs)
 
         return call
-
-
-def by_name(name, args, kwargs):
-    """The arguments by the names of the schema, which has all of them, in this order and as keywords only where they are."""
-    schema = getattr(torch.ops.aten, name).default._schema.arguments
-    given = dict(zip([argument.name for argument in schema if not argument.kwarg_only], args)) | kwargs
-    assert len(given) == len(args) + len(kwargs), f"{name}: too many arguments, or one of them twice"
-    needed = {argument.name for argument in schema if not argument.has_default_value()}
-    assert needed <= given.keys() <= {argument.name for argument in schema}, f"{name} got {[*given]}"
-    return given
 
 
 def check_rows(tensors, dtypes):
@@ -168,6 +164,42 @@ def check_efficient(given, dtypes):
     assert list(given["grad_input_mask"]) == [True, True, True, False]
 
 
+def check_cudnn(given, dtypes):
+    """q, k, v [B, H, L, D] as cuDNN takes them (MHA.cpp, check_cudnn_tensor_shapes of sdp_utils.cpp)."""
+    q, k, v = (given[name] for name in ("query", "key", "value"))
+    check_rows((q, k, v), dtypes)
+    assert q.shape[0] == k.shape[0] == v.shape[0]
+    assert k.shape[1:3] == v.shape[1:3]
+    assert q.shape[1] % k.shape[1] == 0
+    assert q.shape[3] == k.shape[3]
+    assert all(x.shape[3] % 8 == 0 and x.shape[3] <= 128 for x in (q, v))
+    assert given["attn_bias"] is None
+    assert given["dropout_p"] == 0
+    assert q.shape[2] == k.shape[2] or not given["is_causal"]
+    if "grad_out" not in given:
+        assert given["compute_log_sumexp"]
+        assert not given["return_debug_mask"]
+        return
+    assert (given["cum_seq_q"], given["cum_seq_k"], given["max_q"], given["max_k"]) == (None, None, *lengths(q, k))
+    shape = (*q.shape[:3], v.shape[3])
+    check_backward(given, dtypes, given["grad_out"], shape, (*q.shape[:3], 1), ("philox_seed", "philox_offset"))
+
+
+def lengths(q, k):
+    return q.shape[2], k.shape[2]
+
+
+def program_of(given):
+    """By what torch 2.11 finds the program of a backward pass, and the strides that it is made for."""
+    key = [(given[name].shape, given[name].stride()) for name in ("query", "key", "value")]
+    # The stride of a single row or head is not read.
+    strides = [
+        [stride for stride, size in zip(given[name].stride(), given[name].shape, strict=True) if size > 1]
+        for name in ("out", "grad_out")
+    ]
+    return (*key, given["is_causal"]), strides
+
+
 class SilentOperators:
     """Operators of FlashAttention-2 that return zeros, and are one operation each for whoever counts."""
 
@@ -245,6 +277,65 @@ class FlashAttention2:
         ds = p * (dout @ heads_of(value, query).mT - (dout * out).sum(-1, keepdim=True)) * scale
         dk, dv = (x.unflatten(1, (key.shape[2], -1)).sum(2) for x in (ds.mT @ q, p.mT @ dout))
         return tuple(x.transpose(1, 2).contiguous() for x in (ds @ heads_of(key, query), dk, dv))
+
+
+class CudnnAttention:
+    """What cuDNN's attention computes, with signatures of torch's, in plain math; releases before 2.9 had an lse [B, H, L]."""
+
+    def __init__(self, lse_dims=4):
+        self.lse_dims = lse_dims
+
+    def _scaled_dot_product_cudnn_attention(
+        self, query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, return_debug_mask=False, *,
+        scale=None,
+    ):  # fmt: skip
+        by_token = [x.transpose(1, 2) for x in (query, key, value)]
+        out, lse = FlashAttention2.forward(*by_token, scale, is_causal, None, None)
+        lse = lse.unsqueeze(-1) if self.lse_dims == 4 else lse
+        return out.transpose(1, 2), lse, None, None, *lengths(query, key), None, None, None
+
+    def _scaled_dot_product_cudnn_attention_backward(
+        self, grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias, cum_seq_q, cum_seq_k,
+        max_q, max_k, dropout_p, is_causal, *, scale=None,
+    ):  # fmt: skip
+        by_token = [x.transpose(1, 2) for x in (grad_out, query, key, value, out)]
+        grads = FlashAttention2.backward(*by_token, logsumexp.squeeze(-1), scale, is_causal, None, None)
+        return tuple(x.transpose(1, 2) for x in grads)
+
+
+class EfficientAttention:
+    """The operators of the efficient kernel, played by the CPU's; they have no grouped heads."""
+
+    cpu = torch.ops.aten
+
+    @classmethod
+    def _scaled_dot_product_efficient_attention(cls, q, k, v, bias, compute_lse, dropout, causal, scale):
+        assert q.shape[1] == k.shape[1] == v.shape[1]
+        mask = cls.mask(bias, q, k)
+        forward = cls.cpu._scaled_dot_product_flash_attention_for_cpu
+        return *forward(q, k, v, dropout, causal, attn_mask=mask, scale=scale), None, None
+
+    @classmethod
+    def _scaled_dot_product_efficient_attention_backward(
+        cls, dout, q, k, v, bias, out, lse, seed, offset, dropout, wanted, causal, scale
+    ):
+        assert q.shape[1] == k.shape[1] == v.shape[1]
+        assert lse.shape[-1] % 32 == 0
+        lse, mask = lse[..., : q.shape[2]].contiguous(), cls.mask(bias, q, k)
+        # The kernel finds the rows of out by the sizes of out, not by its stride (o_strideM() of kernel_backward.h).
+        row_stride = out.shape[1] * out.shape[3]
+        out = out.as_strided(out.shape, (*out.stride()[:2], row_stride, 1), out.storage_offset())
+        backward = cls.cpu._scaled_dot_product_flash_attention_for_cpu_backward
+        return *backward(dout, q, k, v, out, lse, dropout, causal, attn_mask=mask, scale=scale), None
+
+    @staticmethod
+    def mask(bias, q, k):
+        """The operator asks for a bias of every tile and head whose rows are aligned, and reads it without copies."""
+        if bias is not None:
+            assert bias.shape == (*q.shape[:3], k.shape[2])
+            assert bias.stride()[:2] == (0, 0)
+            assert bias.stride(2) % 16 == 0
+        return bias
 
 
 def parts(x, ends, longest):

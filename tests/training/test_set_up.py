@@ -97,3 +97,16 @@ def test_ranks_of_a_ring_read_the_same_rows_whatever_their_random_states(ring_si
     for epoch in range(2):
         assert sorted(x for rows in of_rings.values() for x in rows[epoch]) == list(range(16))
         assert of_rings[0][0] != of_rings[0][1]
+
+
+def test_the_kernel_of_a_trainer(tmp_path):
+    options = {"use_cpu": True, "disable_tqdm": True, "report_to": []}
+    args = ra.RingTrainingArguments(str(tmp_path), ring_kernel="math", **options)
+    rows = [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}] * 2
+    for trainer in (ra.RingTrainer(tiny_llama(), args), ra.RingTrainer(tiny_llama(), args, ring_kernel="auto")):
+        trainer.evaluate(rows)
+        wanted = "math" if trainer.ring.kernel == "math" else "cpu_flash"
+        assert {decision.choice for decision in trainer.ring.kernels().values()} == {wanted}
+    assert trainer.ring.kernel == "auto"
+    with pytest.raises(ValueError, match=r"kernel must be one of 'auto', .*, got 'cutlass'"):
+        ra.RingTrainer(tiny_llama(), args, ring_kernel="cutlass")

@@ -122,7 +122,7 @@ def measure_transport(run: CheckRun, transport: str, neighbours: bool) -> dict[s
         name = str(dtype).removeprefix("torch.")
         worst[name] = max(worst.get(name, [0.0, case.bound]), [_largest(errors), case.bound])
         beyond += [(x, layout.kind, name, far, case.bound) for x, far in errors.items() if not far <= case.bound]
-    kernel = choose_kernel(run.device, run.facts["dtype"], *widths)
+    kernel = choose_kernel(run.device, run.facts["dtype"], widths[0], widths[1])
     return {"errors": worst, "beyond": beyond, "kernel": kernel.name, "size": size}
 
 

@@ -1,0 +1,170 @@
+"""Every kernel proves itself on a device before its first use there: code that no GPU has run may be slow, but not wrong.
+
+The proof computes 256 tokens in packed documents, forward and backward, and compares each row with plain math in float64. The
+bounds come from the data: plain math in the dtype itself, on the same device, makes an error, and a kernel may make a few times
+this error. A key that is missing or seen too often makes an error of a tenth or more.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..plan.layouts import SequenceLayout
+from ..plan.patterns import Pattern
+from ..plan.problem import Problem
+from .binding import bind_own
+from .kernel import Kernel, Saved
+from .merge import accumulation_dtype
+
+#: How many times the error of plain math in the same dtype a kernel may make. Plain math also rounds scores to 16 bits; in
+#: float32, the order of the sums is the whole of the error.
+FACTOR, FLOAT32_FACTOR = 3, 32
+
+_ROW_LENGTH, _HEADS, _KV_HEADS = 256, 4, 2
+#: The documents of two rows; other tokens are padding. cuDNN takes no short ones.
+_DOCUMENTS = (((0, 1), (1, 101), (101, 229)), ((0, 256),))
+_EXACT_DOCUMENTS = (((0, 100), (100, 228)), ((0, 256),))
+_WINDOW, _SINKS = 24, 2
+
+logger = logging.getLogger(__name__)
+
+_FAULTS: dict[tuple[Any, ...], str | None] = {}
+_LOCK = threading.Lock()
+
+
+def fault_of(
+    kernel: Kernel,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    softcap: float | None,
+    exact: bool,
+    flash: str | None = None,
+) -> str | None:
+    """Returns why a kernel is not used on a device: its errors, or the error that it raised; None if it is right.
+
+    Each kind of call is tried once, whatever `softcap` is.
+
+    Args:
+        exact: whether it computes exact attention only; else a window with sinks too.
+        flash: the implementation in the place of FlashAttention-2.
+    """
+    key = device, kernel.name, dtype, head_dim, value_dim, softcap is None, exact, flash
+    with _LOCK:
+        if key not in _FAULTS:
+            # A thread of its own has no modes, autocast or gradients of the caller, and changes none.
+            with ThreadPoolExecutor(1, thread_name_prefix="proof") as thread:
+                found = thread.submit(_fault, kernel, device, dtype, head_dim, value_dim, softcap, exact)
+            error = found.exception()
+            if isinstance(error, torch.OutOfMemoryError):
+                raise error
+            # No compiler, no such operator, a launch that fails: compilers raise errors of any class.
+            fault = found.result() if error is None else f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+            if fault is not None:
+                logger.warning(
+                    "kernel %s is not used on %s for %s: %s",
+                    kernel.name,
+                    device,
+                    str(dtype).removeprefix("torch."),
+                    fault,
+                )
+            _FAULTS[key] = fault
+        return _FAULTS[key]
+
+
+@torch.no_grad()
+def _fault(
+    kernel: Kernel,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    softcap: float | None,
+    exact: bool,
+) -> str | None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread
+    generator = torch.Generator("cpu").manual_seed(0)
+    sizes = ((_HEADS, head_dim), (_KV_HEADS, head_dim), (_KV_HEADS, value_dim), (_HEADS, value_dim))
+
+    def drawn(heads: int, width: int) -> Tensor:  # stored by token, as models do
+        x = torch.randn(2, _ROW_LENGTH, heads, width, generator=generator, dtype=torch.float64, device="cpu")
+        return x.to(device, dtype).transpose(1, 2)
+
+    inputs = [drawn(*size) for size in sizes]
+    faults = [_compared(kernel, inputs, softcap, exact, causal) for causal in ((True, False) if exact else (True,))]
+    return next(filter(None, faults), None)
+
+
+def _compared(kernel: Kernel, inputs: list[Tensor], softcap: float | None, exact: bool, causal: bool) -> str | None:
+    """Returns the errors of a kernel that are beyond their bounds; None if none is."""
+    dtype, device, scale = inputs[0].dtype, inputs[0].device, inputs[0].shape[-1] ** -0.5
+    documents = _EXACT_DOCUMENTS if exact else _DOCUMENTS
+    pattern = Pattern.exact() if exact else Pattern.window(_WINDOW, _SINKS)
+    layout = SequenceLayout("contiguous", _ROW_LENGTH, 1)
+    problem = Problem(pattern, layout, documents, num_heads=_HEADS, num_kv_heads=_KV_HEADS, causal=causal)
+    work = bind_own(problem, 0, device, kernel.joining)
+    q, k, v, dout = (x if work.takes_views else x.contiguous() for x in inputs)
+    out, lse = work.forward(kernel, q, k, v, scale)
+    saved, wide = Saved(q, k, v, out, lse), accumulation_dtype(dtype)
+    found = [out, *work.backward(kernel, dout, saved, scale), lse.unsqueeze(-1)]
+    # In a ring, steps add to the results of others: here each key comes a second time.
+    twice, lse_of_two = work.forward(kernel, q, k, v, scale, (out.to(wide).contiguous(), lse.clone()))
+    sums = torch.zeros_like(q, dtype=wide), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+    added = [twice, *work.backward(kernel, dout, saved, scale, sums), lse_of_two.unsqueeze(-1) - math.log(2)]
+
+    seen = torch.stack([_seen(row, exact, causal) for row in documents]).unsqueeze(1).to(device)
+    expected, plain, plain_wide = (_plain(kind, inputs, seen, scale, softcap) for kind in (torch.float64, dtype, wide))
+    plain[-1] = plain_wide[-1]  # Kernels do not round scores to 16 bits.
+    faults, factor = [], FACTOR if dtype.itemsize == 2 else FLOAT32_FACTOR
+    for name, x, y, rough, right in zip(("out", "dq", "dk", "dv", "lse"), found, added, plain, expected, strict=True):
+        rounding = torch.finfo(dtype).eps / (64 if name == "lse" else 1)
+        error, bound = max(_error(x, right), _error(y, right)), factor * (_error(rough, right) + rounding)
+        if not error <= bound:
+            faults.append(f"{name} is {error:.1e} off, of at most {bound:.1e}")
+    return ", ".join(faults) or None
+
+
+def _seen(documents: tuple[tuple[int, int], ...], exact: bool, causal: bool) -> Tensor:
+    """Returns which keys each query of a row sees."""
+    seen = torch.zeros(_ROW_LENGTH, _ROW_LENGTH, dtype=torch.bool, device="cpu")
+    for start, stop in documents:
+        position = torch.arange(stop - start, device="cpu")
+        distance = position[:, None] - position
+        of_document = (distance >= 0) | torch.tensor(not causal, device="cpu")
+        seen[start:stop, start:stop] = of_document & (exact | (distance < _WINDOW) | (position < _SINKS))
+    return seen
+
+
+def _plain(dtype: torch.dtype, inputs: list[Tensor], seen: Tensor, scale: float, softcap: float | None) -> list[Tensor]:
+    """Returns out, dq, dk, dv and lse [B, H, n, 1] by matrices of all pairs in one dtype."""
+    group = _HEADS // _KV_HEADS
+    q, k, v, dout = (x.to(dtype).repeat_interleave(_HEADS // x.shape[1], 1) for x in inputs)
+    scores, slope = q @ k.mT * scale, torch.ones((), dtype=dtype, device=q.device)
+    if softcap is not None:
+        tanh = torch.tanh(scores / softcap)
+        scores, slope = tanh * softcap, 1 - tanh.square()
+    lse = torch.logsumexp(scores.masked_fill(~seen, -torch.inf), -1, keepdim=True)
+    p = torch.exp(scores - lse).masked_fill(~seen, 0)
+    out = p @ v
+    ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) * scale * slope
+    dk, dv = ((x.mT @ y).unflatten(1, (-1, group)).sum(2) for x, y in ((ds, q), (p, dout)))
+    return [out, ds @ k, dk, dv, lse]
+
+
+def _error(x: Tensor, right: Tensor) -> float:
+    """Returns the largest error of a row, relative to the root mean square of all rows; infinite for NaN."""
+    nowhere = torch.isneginf(right)  # the lse of padding
+    if not torch.equal(torch.isneginf(x), nowhere):
+        return torch.inf
+    right, x = right.masked_fill(nowhere, 0), x.double().masked_fill(nowhere, 0)
+    of_rows = (x - right).norm(dim=-1) / right.norm(dim=-1).square().mean().sqrt()
+    return float(of_rows.nan_to_num(nan=torch.inf).max())

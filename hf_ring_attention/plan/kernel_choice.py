@@ -1,0 +1,187 @@
+"""The choice of a kernel from plain facts, with its reason; `compute/kernels.py` finds the facts and makes the kernel."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from .branches import Segment, Window
+from .choices import ASKED_FOR, Decision
+from .patterns import Pattern
+from .plans import plan_rank
+from .problem import Problem
+
+#: cuDNN compiles a program for each shape of tiles, which pays for long tiles alone. Older releases refuse fewer than 64 rows.
+LONG_TILE, FEWEST_CUDNN_ROWS = 1024, 64
+#: One program of the fused kernel reads all keys of a head: with fewer queries there are too few programs for a device.
+FEW_QUERIES = 64
+
+_HALVES = ("float16", "bfloat16")
+
+
+class TileKinds(NamedTuple):
+    """The tiles of a rank's part of a call, as far as kernels differ in them."""
+
+    rows: int = 0  # of the shortest tile, if all are rectangles or triangles of neighbouring rows; else 0
+    whole_rows: bool = False  # whether they are exact documents of rows that one rank holds
+    few_queries: bool = False  # whether fewer than FEW_QUERIES queries read keys from a cache
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all tiles are of exact attention."""
+        return self.rows > 0 or self.whole_rows
+
+    def __str__(self) -> str:
+        if self.few_queries:
+            return "few queries to a cache"
+        if self.rows >= LONG_TILE:
+            return f"full and causal tiles of {LONG_TILE} rows or more"
+        return "exact documents on one rank" if self.whole_rows else "tiles of any shape"
+
+
+#: Tiles that may have any shape.
+ANY_TILES = TileKinds()
+
+
+class DeviceFacts(NamedTuple):
+    """The facts of a device and of the installed libraries that decide which kernels run there."""
+
+    type: str
+    capability: tuple[int, int] = (0, 0)
+    has_flash: bool = False  # whether torch was built with FlashAttention
+    has_cudnn: bool = False
+    flash: str | None = None  # the implementation that torch.nn.attention has activated in place of FlashAttention-2
+    deterministic: bool = False  # whether torch must use deterministic algorithms
+    not_fused: str | None = None  # why the fused kernel cannot run here
+
+
+class CallFacts(NamedTuple):
+    """The facts of a call that decide its kernel."""
+
+    dtype: str
+    head_dim: int
+    value_dim: int
+    has_softcap: bool
+    tiles: TileKinds
+
+    def __str__(self) -> str:
+        capped = ", capped scores" if self.has_softcap else ""
+        return f"{self.tiles}, {self.dtype}, head sizes {self.head_dim} and {self.value_dim}{capped}"
+
+
+@lru_cache(maxsize=256)
+def tile_kinds(problem: Problem, rank: int) -> TileKinds:
+    """Returns the kinds of a rank's tiles. With the heads transport, tiles are at least as long as these."""
+    held = problem.held
+    if held is not None:
+        return TileKinds(few_queries=held.num_queries < FEW_QUERIES)
+    longest = max((stop - start for row in problem.documents for start, stop in row), default=0)
+    if not _is_exact(problem.pattern, longest, problem.causal):
+        return TileKinds()
+    plan = plan_rank(problem, rank)
+    rows = (0 if batch.shape == "band" else min(batch.num_queries, batch.num_keys) for batch in plan.own + plan.remote)
+    return TileKinds(min(rows, default=0), problem.layout.world_size == 1)
+
+
+def _is_exact(pattern: Pattern, longest: int, causal: bool) -> bool:
+    """Returns whether queries of documents of up to `longest` tokens see all keys, or all up to their own."""
+    if pattern.num_kv_heads is not None or len(pattern.branches) != 1:
+        return False
+    [branch] = pattern.branches
+    if not isinstance(branch, (Segment, Window)) or branch.dilation != 1:
+        return False
+    return branch.length is None or branch.length >= longest
+
+
+def reason_against(name: str, device: DeviceFacts, call: CallFacts) -> str | None:
+    """Returns why a kernel cannot compute a call; None if it can."""
+    widest, half = max(call.head_dim, call.value_dim), call.dtype in _HALVES
+    if name == "math" or name == "cpu_flash":
+        return None
+    if name == "fused":
+        if device.deterministic:
+            return "it adds gradients of keys in any order, and torch.use_deterministic_algorithms is on"
+        return device.not_fused
+    if device.type != "cuda":
+        return f"it computes on CUDA devices, and the tensors are on {device.type}"
+    if call.has_softcap:
+        return "it does not cap scores"
+    if call.dtype == "float64" or (not half and name != "efficient"):
+        return f"it does not compute {call.dtype}"
+    if device.capability < (8, 0) and (name != "efficient" or call.dtype == "bfloat16"):
+        what = "bfloat16" if name == "efficient" else "it"
+        return f"{what} needs compute capability 8.0, and the device has {device.capability[0]}.{device.capability[1]}"
+    if name == "flash":
+        return _reason_against_flash(device, widest)
+    return None if name == "efficient" else _reason_against_cudnn(device, call)
+
+
+def _reason_against_flash(device: DeviceFacts, widest: int) -> str | None:
+    if not device.has_flash:
+        return "torch was built without it"
+    if widest > 256:
+        return f"its heads have at most 256 numbers, and these have {widest}"
+    # FlashAttention-2 has no backward pass for some widths on some devices.
+    if 192 < widest <= 224 and ((8, 6) <= device.capability <= (8, 9) or device.capability >= (12, 0)):
+        return f"it has no backward pass for heads of {widest} numbers on this device"
+    return None
+
+
+def _reason_against_cudnn(device: DeviceFacts, call: CallFacts) -> str | None:
+    if not device.has_cudnn:
+        return "torch was built without cuDNN"
+    if device.deterministic:
+        return "it is not deterministic, and torch.use_deterministic_algorithms is on"
+    if max(call.head_dim, call.value_dim) > 128 or call.head_dim % 8 or call.value_dim % 8:
+        return f"head sizes must be multiples of 8 up to 128, got {call.head_dim} and {call.value_dim}"
+    if call.tiles.rows < FEWEST_CUDNN_ROWS:
+        return f"it takes full and causal tiles of {FEWEST_CUDNN_ROWS} rows or more, and some tiles are not"
+    return None
+
+
+def kernel_candidates(setting: str, device: DeviceFacts, call: CallFacts) -> list[Decision]:
+    """Returns the kernels that can compute a call, the fastest first: with "auto" several, else the one that was asked for.
+
+    Raises:
+        ValueError: the kernel that was asked for cannot compute the call.
+    """
+    if setting != "auto":
+        against = reason_against(setting, device, call)
+        if against is not None:
+            raise ValueError(f"kernel={setting!r} cannot compute this call: {against}; use kernel='auto'")
+        return [Decision(setting, ASKED_FOR)]
+    found: list[Decision] = []
+    refused: list[str] = []
+    for name, reason in _by_speed(device, call):
+        against = reason_against(name, device, call)
+        if against is None and name == "fused" and call.tiles.few_queries:
+            against = f"fewer than {FEW_QUERIES} queries to a cache leave most of the device idle"
+        if against is not None:
+            refused.append(f"not {name}: {against}")
+        elif name not in [decision.choice for decision in found]:
+            found.append(Decision(name, "; ".join([reason, *dict.fromkeys(refused)])))
+    return found
+
+
+def _by_speed(device: DeviceFacts, call: CallFacts) -> list[tuple[str, str]]:
+    """Returns kernels and the reasons for them, the fastest first; not all of them can compute the call."""
+    math = [("math", "it computes everything")]
+    if call.dtype == "float64" and device.type == "cuda":
+        return [("math", "no other kernel computes float64 on a GPU")]
+    if device.type == "cpu":
+        if call.has_softcap:
+            return [("math", "no other kernel caps scores on a CPU")]
+        return [("cpu_flash", "it is torch's flash attention for CPUs"), *math]
+    if device.type != "cuda":
+        return math
+    half, tiles, order = call.dtype in _HALVES, call.tiles, []
+    if half and (tiles.rows >= LONG_TILE or tiles.whole_rows) and device.flash is not None:
+        order.append(("flash", f"torch.nn.attention has activated {device.flash}"))
+    if half and tiles.rows >= LONG_TILE:
+        order.append(("cudnn", f"all tiles are full or causal, of {LONG_TILE} rows or more"))
+    if half and tiles.whole_rows:
+        order.append(("flash", "one call takes the documents of whole rows in place"))
+    order.append(("fused", "one launch takes all tiles"))
+    if half:
+        order.append(("flash", "it takes bands by its windows"))
+    return [*order, ("efficient", "it takes bands in stretches"), *math]

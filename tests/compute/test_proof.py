@@ -1,0 +1,267 @@
+"""A kernel that is wrong on a device is refused with its errors, and the proof changes nothing around it."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+import hf_ring_attention as ra
+from hf_ring_attention.compute import cuda_kernels, kernels, proof
+from hf_ring_attention.compute.cuda_kernels import CudaFlash, Cudnn
+from hf_ring_attention.compute.kernel import added, merged
+from hf_ring_attention.compute.kernels import CpuFlash, Math
+from hf_ring_attention.plan.kernel_choice import ANY_TILES
+from hf_ring_attention.ring import attention
+from tests.support.cuda_operators import CheckedOperators, CudnnAttention, FlashAttention2
+
+CPU = torch.device("cpu")
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_proved(monkeypatch):
+    monkeypatch.setattr(proof, "_FAULTS", {})
+
+
+def fault(kernel, dtype=torch.float32, widths=(16, 16), softcap=None, exact=False):
+    return proof.fault_of(kernel, CPU, dtype, *widths, softcap, exact)
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["window", "exact"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_kernels_that_are_right(dtype, exact):
+    for kernel, softcap in ((CpuFlash(), None), (Math(), None), (Math(2.0), 2.0)):
+        for widths in ((16, 16), (64, 128), (33, 5)):
+            assert fault(kernel, dtype, widths, softcap, exact) is None
+
+
+class InFloat32:
+    """Operators that compute in float32 and round their results."""
+
+    def __init__(self, operators):
+        self.operators = operators
+
+    def __getattr__(self, name):
+        def call(*args, **kwargs):
+            dtype = args[0].dtype
+            wide = [x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
+            found = getattr(self.operators, name)(*wide, **kwargs)
+            return [
+                x if x is None or not isinstance(x, torch.Tensor) or (i == 1 and "back" not in name) else x.to(dtype)
+                for i, x in enumerate(found)
+            ]
+
+        return call
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    ("kernel", "operators", "exact"),
+    [(CudaFlash(), FlashAttention2, False), (CudaFlash(), FlashAttention2, True), (Cudnn(), CudnnAttention(), True)],
+    ids=["flash", "flash exact", "cudnn"],
+)
+def test_kernels_for_cuda_by_stand_ins(kernel, operators, exact, dtype, monkeypatch):
+    monkeypatch.setattr(cuda_kernels, "aten", CheckedOperators(InFloat32(operators), dtypes=(dtype,)))
+    assert fault(kernel, dtype, (64, 64), None, exact) is None
+
+
+def last_key_is_lost(q, k, v, call):
+    v = v.clone()
+    v[..., -1, :] = 0
+    return q, k, v, call
+
+
+def everything_is_seen(q, k, v, call):
+    return q, k, v, call._replace(shape="full") if call.shape == "causal" else call._replace(scale=call.scale * 1.05)
+
+
+def raises(*_):
+    raise RuntimeError("no compiler\nand a long trace")
+
+
+def one_row_is_lost(out, lse):
+    out[0, -1, -1] = 0
+    return out, lse
+
+
+def one_is_no_number(out, lse):
+    out[0, 0, 0, 0] = torch.nan
+    return out, lse
+
+
+def lse_to_base_2(out, lse):
+    return out, lse / 0.69314718
+
+
+def dk_is_large(dq, dk, dv):
+    return dq, 1.1 * dk, dv
+
+
+def dv_of_a_key_is_lost(dq, dk, dv):
+    dv[..., -1, :] = 0
+    return dq, dk, dv
+
+
+class Wrong(Math):
+    """Plain math with a mistake in the arguments, the results or the gradients."""
+
+    joining = None  # each tile in a call of its own
+
+    def __init__(self, before=lambda *x: x, after=lambda *x: x, backward=lambda *x: x):
+        super().__init__()
+        self.mistakes = before, after, backward
+
+    def forward(self, q, k, v, call, totals=None):
+        before, after, _ = self.mistakes
+        return merged(after(*super().forward(*before(q, k, v, call))), totals, call)
+
+    def backward(self, dout, saved, call, sums=None):
+        return added(self.mistakes[2](*super().backward(dout, saved, call)), sums, call)
+
+
+WRONG = [
+    (Wrong(before=last_key_is_lost), "out"),
+    (Wrong(before=everything_is_seen), "out"),
+    (Wrong(before=raises), "RuntimeError: no compiler"),
+    (Wrong(after=one_row_is_lost), "out"),
+    (Wrong(after=one_is_no_number), "out is inf off"),
+    (Wrong(after=lse_to_base_2), "lse"),
+    (Wrong(backward=dk_is_large), "dk"),
+    (Wrong(backward=dv_of_a_key_is_lost), "dv"),
+]
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["window", "exact"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(("kernel", "named"), WRONG, ids=lambda x: x if isinstance(x, str) else "")
+def test_kernels_that_are_wrong(kernel, named, dtype, exact):
+    found = fault(kernel, dtype, exact=exact)
+    assert named in (found or "nothing"), found
+    assert "\n" not in found
+
+
+def test_a_kernel_is_tried_once(monkeypatch):
+    tried = []
+
+    class Counted(Math):
+        def forward(self, *call):
+            tried.append(threading.current_thread())
+            return super().forward(*call)
+
+    assert fault(Counted()) is None
+    assert tried
+    assert threading.current_thread() not in tried, "the modes of this thread would be in force"
+    count = len(tried)
+    with ThreadPoolExecutor(4) as threads:
+        assert [*threads.map(lambda _: fault(Counted()), range(8))] == [None] * 8
+    assert len(tried) == count
+    assert fault(Counted(), torch.float16) is None
+    assert len(tried) > count
+
+
+def test_lack_of_memory_is_no_fault_of_the_kernel():
+    def full(*_):
+        raise torch.OutOfMemoryError("full")
+
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            fault(Wrong(before=full))
+
+
+@contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def other_default_dtype():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        partial(torch.autocast, "cpu", torch.bfloat16), torch.inference_mode, torch.enable_grad, deterministic,
+        other_default_dtype, FakeTensorMode, partial(torch.device, "meta"),
+    ],
+)  # fmt: skip
+def test_the_proof_is_the_same_in_any_context_and_draws_no_random_numbers(context):
+    state = torch.get_rng_state()
+    with context():
+        assert fault(CpuFlash()) is None
+        assert "lse" in fault(Wrong(after=lse_to_base_2), torch.float16)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_inside_a_graph(monkeypatch):
+    """Calls of a graph are planned, and kernels chosen, inside of the operator; a backward pass may choose, too."""
+    found = []
+    choose = attention.choose_kernel
+
+    def chosen(*call):
+        found.append(fault(CpuFlash()))
+        proof._FAULTS.clear()
+        return choose(*call)
+
+    monkeypatch.setattr(attention, "choose_kernel", chosen)
+    x = torch.randn(1, 2, 16, 8, requires_grad=True)
+    compiled = torch.compile(lambda x: ra.ring_attention(x, x, x, pattern="window:4"), backend="eager", fullgraph=True)
+    compiled(x).sum().backward()
+    checkpoint(lambda x: ra.ring_attention(x, x, x, pattern="window:4").sin(), x, use_reentrant=False).sum().backward()
+    assert found
+    assert set(found) == {None}
+
+
+# ---- what is made of it
+
+
+@pytest.fixture
+def cuda_facts(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    faults = {}
+    monkeypatch.setattr(kernels, "fault_of", lambda kernel, *_: faults.get(kernel.name))
+    return faults
+
+
+def test_a_refused_kernel_is_named_and_the_next_one_taken(cuda_facts):
+    noted = {}
+
+    def chosen(setting="auto"):
+        call = torch.device("cuda"), torch.bfloat16, 64, 64, None, setting, ANY_TILES
+        kernel = kernels.choose_kernel(*call, noted.__setitem__)
+        [decision] = noted.values()
+        assert kernel.name == decision.choice
+        return kernel.name, decision.reason
+
+    assert chosen()[0] == "flash"
+    cuda_facts["flash"] = "out is 3.0e-01 off, of at most 1.0e-02"
+    name, reason = chosen()
+    assert name == "efficient"
+    assert reason.endswith("; flash failed its proof: out is 3.0e-01 off, of at most 1.0e-02")
+    with pytest.raises(ValueError, match="kernel='flash' failed its proof on cuda: out is 3"):
+        chosen("flash")
+    cuda_facts["efficient"] = "RuntimeError: no kernel image"
+    assert chosen()[0] == "math"
+
+
+def test_a_fault_is_logged_once(caplog):
+    with caplog.at_level("WARNING"):
+        for _ in range(2):
+            fault(Wrong(after=lse_to_base_2))
+    [record] = caplog.records
+    assert "kernel math is not used on cpu for float32" in record.getMessage()
+    assert "lse is" in record.getMessage()

@@ -1,0 +1,143 @@
+"""Which kernel computes a call, from plain facts, each choice with its reason."""
+
+import pytest
+
+from hf_ring_attention.plan.kernel_choice import CallFacts, DeviceFacts, TileKinds, kernel_candidates, tile_kinds
+from hf_ring_attention.plan.layouts import SequenceLayout
+from hf_ring_attention.plan.patterns import Pattern
+from hf_ring_attention.plan.problem import HeldKeys, Problem
+
+H100 = DeviceFacts("cuda", (9, 0), has_flash=True, has_cudnn=True)
+LONG, SHORT, ROWS = TileKinds(rows=4096), TileKinds(rows=128), TileKinds(rows=128, whole_rows=True)
+ANY, FEW = TileKinds(), TileKinds(few_queries=True)
+
+
+def call(tiles=ANY, dtype="bfloat16", head_dim=128, value_dim=128, softcap=False):
+    return CallFacts(dtype, head_dim, value_dim, softcap, tiles)
+
+
+def names(device, of_call, setting="auto"):
+    return [decision.choice for decision in kernel_candidates(setting, device, of_call)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "of_call", "want"),
+    [
+        ({}, call(LONG), "cudnn fused flash efficient math"),
+        ({}, call(LONG._replace(whole_rows=True)), "cudnn flash fused efficient math"),
+        ({}, call(ROWS), "flash fused efficient math"),
+        ({}, call(SHORT), "fused flash efficient math"),
+        ({}, call(ANY), "fused flash efficient math"),
+        ({}, call(FEW), "flash efficient math"),
+        ({"flash": "FA3"}, call(LONG), "flash cudnn fused efficient math"),
+        ({"flash": "FA3"}, call(ANY), "fused flash efficient math"),
+        ({}, call(LONG, softcap=True), "fused math"),
+        ({}, call(FEW, softcap=True), "math"),
+        ({}, call(LONG, "float32"), "fused efficient math"),
+        ({}, call(LONG, "float64"), "math"),
+        ({}, call(LONG, head_dim=192), "fused flash efficient math"),
+        ({}, call(LONG, value_dim=60), "fused flash efficient math"),
+        ({}, call(ROWS, head_dim=512), "fused efficient math"),
+        ({"deterministic": True}, call(LONG), "flash efficient math"),
+        ({"not_fused": "no compiler"}, call(LONG), "cudnn flash efficient math"),
+        ({"not_fused": "no compiler"}, call(ANY), "flash efficient math"),
+        ({"not_fused": "no compiler", "has_flash": False}, call(ANY), "efficient math"),
+        ({"not_fused": "no compiler", "has_flash": False, "has_cudnn": False}, call(LONG), "efficient math"),
+        ({"not_fused": "no compiler"}, call(ANY, softcap=True), "math"),
+        ({"capability": (7, 5), "not_fused": "old"}, call(LONG, "float16"), "efficient math"),
+        ({"capability": (7, 5), "not_fused": "old"}, call(LONG), "math"),
+        ({"capability": (8, 9), "not_fused": "old"}, call(ANY, head_dim=224), "efficient math"),
+        ({"type": "cpu"}, call(ANY), "cpu_flash math"),
+        ({"type": "cpu"}, call(ANY, "float64"), "cpu_flash math"),
+        ({"type": "cpu"}, call(ANY, softcap=True), "math"),
+        ({"type": "mps"}, call(ANY, "float32"), "math"),
+    ],
+)
+def test_auto_takes_the_fastest_that_can_compute_the_call(changes, of_call, want):
+    assert " ".join(names(H100._replace(**changes), of_call)) == want
+
+
+def test_reasons_name_what_was_refused_before():
+    [fused, flash, *_] = kernel_candidates("auto", H100, call())
+    assert fused.reason == "one launch takes all tiles"
+    [cudnn, *_] = kernel_candidates("auto", H100, call(LONG))
+    assert cudnn.reason == "all tiles are full or causal, of 1024 rows or more"
+    [flash, *_] = kernel_candidates("auto", H100._replace(not_fused="no compiler"), call())
+    assert flash.reason == "it takes bands by its windows; not fused: no compiler"
+    [flash, *_] = kernel_candidates("auto", H100, call(FEW))
+    assert "not fused: fewer than 64 queries to a cache" in flash.reason
+    [flash, *_] = kernel_candidates("auto", H100._replace(flash="FA3"), call(LONG))
+    assert "FA3" in flash.reason
+
+
+@pytest.mark.parametrize(
+    ("setting", "changes", "of_call", "reason"),
+    [
+        ("flash", {}, call(softcap=True), "it does not cap scores"),
+        ("cudnn", {}, call(LONG, softcap=True), "it does not cap scores"),
+        ("flash", {}, call(dtype="float32"), "it does not compute float32"),
+        ("efficient", {}, call(dtype="float64"), "it does not compute float64"),
+        ("flash", {}, call(head_dim=264), "its heads have at most 256 numbers, and these have 264"),
+        ("flash", {"capability": (8, 6)}, call(head_dim=200), "no backward pass for heads of 200 numbers"),
+        ("flash", {"capability": (7, 0)}, call(dtype="float16"), "compute capability 8.0, and the device has 7.0"),
+        ("efficient", {"capability": (7, 5)}, call(), "bfloat16 needs compute capability 8.0"),
+        ("flash", {"has_flash": False}, call(), "torch was built without it"),
+        ("cudnn", {"has_cudnn": False}, call(LONG), "torch was built without cuDNN"),
+        ("cudnn", {"deterministic": True}, call(LONG), "it is not deterministic"),
+        ("cudnn", {}, call(ANY), "full and causal tiles of 64 rows or more"),
+        ("cudnn", {}, call(LONG, head_dim=132), "multiples of 8 up to 128, got 132 and 128"),
+        ("fused", {"deterministic": True}, call(), "torch.use_deterministic_algorithms is on"),
+        ("fused", {"not_fused": "triton is not installed"}, call(), "triton is not installed"),
+        *(
+            (name, {"type": "cpu"}, call(LONG), "it computes on CUDA devices, and the tensors are on cpu")
+            for name in ("flash", "cudnn", "efficient")
+        ),
+    ],
+)
+def test_a_kernel_that_was_asked_for_is_never_replaced(setting, changes, of_call, reason):
+    with pytest.raises(ValueError) as raised:
+        kernel_candidates(setting, H100._replace(**changes), of_call)
+    assert reason in str(raised.value)
+    assert str(raised.value).startswith(f"kernel={setting!r} cannot compute this call: ")
+
+
+@pytest.mark.parametrize("setting", ["fused", "flash", "cudnn", "efficient", "math"])
+def test_a_kernel_that_was_asked_for_is_the_only_one(setting):
+    [decision] = kernel_candidates(setting, H100, call(SHORT))
+    assert (decision.choice, decision.reason) == (setting, "it was asked for")
+    assert names(H100, call(FEW), "fused") == ["fused"]
+
+
+def kinds(pattern, seq_len, world_size=1, documents=None, causal=True, held=None, rank=0):
+    layout = SequenceLayout("zigzag" if world_size > 1 else "contiguous", seq_len, world_size)
+    rows = documents or (((0, seq_len),),)
+    problem = Problem(Pattern.parse(pattern), layout, rows, num_heads=4, num_kv_heads=2, causal=causal, held=held)
+    return tile_kinds(problem, rank)
+
+
+def test_the_kinds_of_tiles():
+    assert kinds("exact", 4096) == (4096, True, False)
+    assert kinds("exact", 4096, causal=False) == (4096, True, False)
+    assert kinds("exact", 4096, documents=(((0, 1500), (1500, 4000)), ((0, 4096),))) == (1500, True, False)
+    assert kinds("exact", 4096, documents=(((0, 10), (10, 4000)),)) == (10, True, False)
+    for rank in range(4):
+        # The pieces of the last rank are neighbours.
+        assert kinds("exact", 32768, 4, rank=rank) == (8192 if rank == 3 else 4096, False, False)
+    # The border of documents is within 100 tokens of the border of a piece.
+    assert min(kinds("exact", 32768, 4, (((0, 4196), (4196, 32768)),), rank=rank).rows for rank in range(4)) == 100
+    assert kinds("window:4096", 4096) == kinds("exact", 4096)
+    assert kinds("branches:segment=8192", 4096) == kinds("exact", 4096)
+    for pattern in (
+        "window:1024",
+        "window:4096+4",
+        "pyramid:512,3",
+        "longnet:2048/1,all/4",
+        "kv0=exact;kv1=window:512",
+    ):
+        assert kinds(pattern, 4096) == (0, False, False)
+
+
+def test_few_queries_to_a_cache():
+    for num_queries, few in ((1, True), (63, True), (64, False), (4096, False)):
+        held = HeldKeys.whole(4096, num_queries, 4096)
+        assert kinds("exact", 4096, held=held) == (0, False, few)

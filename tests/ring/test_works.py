@@ -1,0 +1,188 @@
+"""The work of a rank: tiles that write their results, packed documents in place, and calls of few tiles."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hf_ring_attention as ra
+from hf_ring_attention.compute import batched, cuda_kernels
+from hf_ring_attention.compute.batched import BatchedTiles
+from hf_ring_attention.compute.binding import bind_own
+from hf_ring_attention.compute.cuda_kernels import CudaFlash
+from hf_ring_attention.compute.kernels import CpuFlash, Math
+from hf_ring_attention.compute.packed_row import PackedRow
+from hf_ring_attention.compute.rows import IndexRows
+from hf_ring_attention.ring import attention
+from hf_ring_attention.ring.engine import Execution, backward_pass, forward_pass
+from hf_ring_attention.transport.transports import LocalTransport
+from tests.support.cases import check_cases, random_case, with_heads
+from tests.support.cuda_operators import CheckedOperators, FlashAttention2
+from tests.support.ranks import run_simulated
+from tests.support.tolerance import assert_exact
+
+CPU = torch.device("cpu")
+#: Unequal documents, and documents of one token.
+DOCUMENTS = [(0, 9), (9, 10), (10, 32), (32, 40)]
+KERNELS = [CpuFlash(), Math(), CudaFlash()]
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    """FlashAttention for CUDA, whose calls are checked, with what they mean computed in float64."""
+    operators = CheckedOperators(played_by=FlashAttention2, dtypes=(torch.float64,))
+    monkeypatch.setattr(cuda_kernels, "aten", operators)
+    return operators
+
+
+def case_of(rng, pattern, documents, causal=True, batch=1):
+    """A case of 40 tokens in which 2 query heads share a key/value head, with documents of each batch row."""
+    case = with_heads(rng, random_case(rng), 4, 2)
+    numbers = {"batch": batch, "seq_len": 40, "head_dim": 8, "value_dim": 8, "softcap": None, "scale": None}
+    return replace(case, pattern=ra.Pattern.parse(pattern), documents=documents, causal=causal, **numbers)
+
+
+def work_of(case, kernel):
+    return bind_own(case.problem(ra.SequenceLayout("contiguous", case.seq_len, 1)), 0, CPU, kernel.joining)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_tiles_that_share_no_query_write_their_results(kernel, flash, monkeypatch, rng):
+    """Windows and exact documents write every row once; other patterns merge some tiles."""
+    monkeypatch.setattr(attention, "choose_kernel", lambda *_: kernel)
+    for pattern, documents, direct, covered in [
+        ("window:5", None, True, True),
+        ("window:5", [DOCUMENTS], True, True),
+        ("window:5", [DOCUMENTS[1:]], True, False),
+        ("exact", [DOCUMENTS, DOCUMENTS[:2]], True, False),
+        ("window:5+2", None, False, True),
+        ("pyramid:4,2", [DOCUMENTS], False, True),
+    ]:
+        case = case_of(rng, pattern, documents, batch=len(documents or [1]))
+        work = work_of(case, kernel)
+        if isinstance(work, BatchedTiles):
+            assert (all(batch.fresh for batch in work.batches), work.covered) == (direct, covered), pattern
+            assert work.batches[0].fresh
+        check_cases(ra.Ring(), [case])
+
+
+class Float32(TorchDispatchMode):
+    """The most float32 numbers of a result."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, torch.Tensor) and x.dtype == torch.float32:
+                self.most = max(self.most, x.numel())
+        return out
+
+
+@pytest.mark.parametrize(("pattern", "direct"), [("window:64", True), ("window:64+4", False)])
+def test_windows_need_no_float32_of_whole_rows(pattern, direct, rng):
+    heads, tokens = 16, 4096
+    case = replace(case_of(rng, pattern, None), seq_len=tokens, num_heads=heads, num_kv_heads=1)
+    q, k, v, dout = (torch.randn(1, h, tokens, 8).bfloat16() for h in (heads, 1, 1, heads))
+    execution = Execution(LocalTransport(work_of(case, CpuFlash())), CpuFlash(), 0.3)
+    with Float32() as found:
+        saved = forward_pass(q, k, v, None, execution)
+        backward_pass(dout, saved, None, execution)
+    assert (found.most < q.numel()) == direct
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed_documents_are_one_call(causal, flash, monkeypatch, rng):
+    """On one device, and for the own keys of ranks that share documents; padding is a sequence of its own."""
+    monkeypatch.setattr(attention, "choose_kernel", lambda *_: CudaFlash())
+    for rows in ([DOCUMENTS], [DOCUMENTS[:3]], [DOCUMENTS[2:], DOCUMENTS[:2]], [[(0, 40)], DOCUMENTS[:3]]):
+        case = case_of(rng, "exact", rows, causal, len(rows))
+        assert isinstance(work_of(case, CudaFlash()), PackedRow)
+        check_cases(ra.Ring(), [case])
+        assert [given["cum_seq_q"] is not None for _, given in flash.calls] == [True, True]
+        flash.calls.clear()
+        run_simulated(lambda ring, case=case: check_cases(ring, [case]), 3, layout="documents", transport="ring")
+        assert any(given["cum_seq_q"] is not None for _, given in flash.calls)
+        flash.calls.clear()
+
+
+def test_other_tiles_are_not_packed_documents(rng):
+    """One document a row needs no ends; keys that count twice, windows, groups of heads, and pieces of documents."""
+    for pattern, documents in [
+        ("exact", None),
+        ("window:5", [DOCUMENTS]),
+        ("branches:segment=64,segment=64@count", [DOCUMENTS]),
+        ("exact", [[(i, i + 1) for i in range(40)]]),
+    ]:
+        case = case_of(rng, pattern, documents)
+        assert isinstance(work_of(case, CudaFlash()), PackedRow) == (pattern == "exact" and documents is not None), (
+            pattern
+        )
+    assert work_of(case_of(rng, "exact", None, batch=2), CudaFlash()).takes_views
+
+
+def test_packed_documents_take_rows_as_models_store_them(flash, monkeypatch):
+    """The operator gets the very rows; padding that is not finite changes no other row."""
+    monkeypatch.setattr(attention, "choose_kernel", lambda *_: CudaFlash())
+    q, k, v = (torch.randn(2, 12, heads, 8, dtype=torch.float64).transpose(1, 2) for heads in (4, 2, 2))
+    documents = [[(0, 5), (7, 12)], [(2, 12)]]
+
+    def results(tensors):
+        leaves = [x.requires_grad_() for x in tensors]
+        out = ra.ring_attention(*leaves, pattern="exact", documents=documents)
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+
+    clean = results([q, k, v])
+    for (_, given), x in itertools.product(flash.calls, (q, k, v)):
+        assert x.untyped_storage()._cdata in {
+            given[name].untyped_storage()._cdata for name in ("query", "key", "value")
+        }
+    spoilt = [x.detach().clone() for x in (q, k, v)]
+    for x in spoilt:
+        x[0, :, 5:7], x[1, :, :2] = math.nan, math.inf
+    for name, x, y in zip(("out", "dq", "dk", "dv"), results(spoilt), clean):
+        assert_exact(x, y, name)
+        assert not x[0, :, 5:7].any()
+
+
+class Calls:
+    """A kernel that notes the tiles of its calls."""
+
+    def __init__(self, kernel):
+        self.kernel, self.name, self.joining = kernel, kernel.name, kernel.joining
+        self.sizes = []
+
+    def forward(self, q, *others):
+        self.sizes.append(q.shape)
+        return self.kernel.forward(q, *others)
+
+    def backward(self, dout, *others):
+        self.sizes.append(dout.shape)
+        return self.kernel.backward(dout, *others)
+
+
+def test_calls_take_few_tiles(flash, monkeypatch, rng):
+    """As many as a kernel's grid has room for; a batch row is a tile of its own."""
+    calls = Calls(CudaFlash())
+    monkeypatch.setattr(attention, "choose_kernel", lambda *_: calls)
+    cases = [case_of(rng, pattern, None, batch=2) for pattern in ("pyramid:4,2", "longnet:8/1,16/2")]
+    check_cases(ra.Ring(), cases)
+    assert max(size[0] for size in calls.sizes) > 4
+    calls.sizes.clear()
+    monkeypatch.setattr(batched, "MOST_TILES", 4)
+    check_cases(ra.Ring(), [replace(case, seed=case.seed + 1) for case in cases])
+    assert max(size[0] for size in calls.sizes) == 4
+
+
+def test_calls_pad_few_rows():
+    """Padded to blocks, the rows of a call are at most so many times the rows that are copied at once."""
+    tiles, block, most = 1000, 128, 256
+    rows = IndexRows(torch.arange(tiles * 2 * 3).view(tiles, 2, 3))
+    parts = batched.BoundBatch(rows, rows, "full").parts(most, block)
+    held = [part.queries.units * 2 * block for part in parts]
+    assert sum(part.queries.units for part in parts) == tiles
+    assert max(held) == batched.PADDED_ROWS * most
+    assert len(batched.BoundBatch(rows, rows, "full").parts(10**6, 1)) == 1
