@@ -13,9 +13,9 @@ from hf_ring_attention.compute.kernel import Saved
 from hf_ring_attention.plan.layouts import SequenceLayout
 from hf_ring_attention.plan.plans import plan_rank
 from tests.support.cases import Case, check_cases
-from tests.support.fused import SMALL_BLOCKS, computed_by_fused, draw_fused_case, needs_triton
+from tests.support.fused import SMALL_BLOCKS, computed_by_fused, draw_fused_case, needs_interpreter
 
-pytestmark = needs_triton
+pytestmark = needs_interpreter
 CPU = torch.device("cpu")
 
 

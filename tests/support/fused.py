@@ -1,7 +1,6 @@
 """Attention by the fused kernels in Triton's interpreter, in blocks of any sizes."""
 
 import importlib.util
-import os
 import random
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -10,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-import hf_ring_attention as ra
+from hf_ring_attention.compute.fused.choice import is_interpreted
 from hf_ring_attention.compute.fused.lists import Blocks
 from hf_ring_attention.compute.fused.tiles import Fused
 from hf_ring_attention.ring import attention
@@ -18,11 +17,12 @@ from hf_ring_attention.ring import attention
 from .cases import random_case, with_heads
 from .ring_cases import RingCase, random_settings
 
-#: Triton reads it when kernels are defined. Builds of torch for GPUs bring Triton; others take it from the extra "triton".
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs Triton: pip install 'hf-ring-attention[triton]'"
+)
+#: Triton reads TRITON_INTERPRET when it is imported (tests/conftest.py). With a GPU, kernels run there: tests marked cuda.
+needs_interpreter = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or not is_interpreted(), reason="needs Triton's interpreter, on a CPU"
 )
 
 SMALL_BLOCKS = Blocks(rows=16, keys=16, warps=4, stages=1, query_rows=16, key_rows=16, key_warps=4, key_stages=1)
@@ -41,7 +41,7 @@ def random_blocks(rng):
 @contextmanager
 def computed_by_fused(blocks):
     """Has every call computed by the fused kernels."""
-    with mock.patch.object(attention, "choose_kernel", lambda device, dtype, d, dv, cap=None: Fused(blocks, cap)):
+    with mock.patch.object(attention, "choose_kernel", lambda *call: Fused(blocks, call[4])):
         yield
 
 
@@ -72,7 +72,3 @@ def draw_fused_case(seed, world_sizes=(1, 1, 1, 1, 1, 1, 1, 2, 2, 3, 4, 8)):
     ring_case = RingCase((case,), world_size, ring, random_settings(rng), None, checkpointing=False)
     return FusedCase(random_blocks(rng), ring_case)
 
-
-def fused_ring(world_size, **options):
-    """The rings of simulated ranks."""
-    return ra.simulate(world_size, **options)
