@@ -7,47 +7,41 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..plan.joins import Sequences
-from .kernel import Ends, Gradients, Kernel, KernelCall, Results, Saved, added, merged
+from ..plan.tiles import Shape
+from .kernel import Gradients, Kernel, KernelCall, Results, Saved, added, merged
 
 
 @dataclass(frozen=True)
 class PackedRow:
-    """A `Work` of documents, each a sequence of tokens that attends to itself. `padding` [B, 1, n] are the other tokens."""
+    """A `Work` of documents, each a sequence of tokens that attends to itself; so does padding, whose results are dropped."""
 
-    ends: Tensor
-    longest: int
-    causal: bool
-    padding: Tensor | None
+    sequences: tuple[Tensor, int]  # as of a `KernelCall`
+    shape: Shape
+    padding: Tensor | None  # [B, 1, n, 1]: which tokens are in no document; None if all are in one
     takes_views: bool = True
 
     @classmethod
-    def of(cls, sequences: Sequences, batch: int, device: torch.device) -> PackedRow:
-        """Binds sequences to a device."""
-        ends = torch.tensor(sequences.ends, dtype=torch.int32)
-        lengths, padding = ends.diff(), None
-        if any(sequences.are_padding):
-            are_padding = torch.tensor(sequences.are_padding).repeat_interleave(lengths)
-            padding = are_padding.view(batch, 1, -1).to(device)
-        return cls(ends.to(device), int(lengths.max()), sequences.causal, padding)
-
-    def _call(self, scale: float) -> KernelCall:
-        return KernelCall("causal" if self.causal else "full", scale, sequences=Ends(self.ends, self.longest))
+    def of(cls, ends: list[int], are_padding: list[bool], shape: Shape, batch: int, device: torch.device) -> PackedRow:
+        """Binds the results of `sequences_in_place` to a device."""
+        stops, padding = torch.tensor(ends, dtype=torch.int32), None
+        if any(are_padding):
+            padding = torch.tensor(are_padding).repeat_interleave(stops.diff()).view(batch, 1, -1, 1).to(device)
+        return cls((stops.to(device), int(stops.diff().max())), shape, padding)
 
     def forward(
         self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, scale: float, totals: Results | None = None
     ) -> Results:
-        call = self._call(scale)
+        call = KernelCall(self.shape, scale, sequences=self.sequences)
         out, lse = kernel.forward(q, k, v, call)
         if self.padding is not None:
-            out, lse = out.masked_fill(self.padding[..., None], 0), lse.masked_fill(self.padding, -torch.inf)
+            out, lse = out.masked_fill_(self.padding, 0), lse.masked_fill_(self.padding[..., 0], -torch.inf)
         return merged((out, lse), totals, call)
 
     def backward(
         self, kernel: Kernel, dout: Tensor, saved: Saved, scale: float, sums: Gradients | None = None
     ) -> Gradients:
-        call = self._call(scale)
+        call = KernelCall(self.shape, scale, sequences=self.sequences)
         dq, dk, dv = kernel.backward(dout, saved, call)
         if self.padding is not None:
-            dq, dk, dv = (x.masked_fill(self.padding[..., None], 0) for x in (dq, dk, dv))
+            dq, dk, dv = (x.masked_fill_(self.padding, 0) for x in (dq, dk, dv))
         return added((dq, dk, dv), sums, call)

@@ -56,7 +56,7 @@ def test_patterns(case):
 def work_of(case, blocks):
     problem = case.problem(SequenceLayout("contiguous", case.seq_len, 1))
     sizes = Sizes(case.batch, case.num_heads, case.num_kv_heads, case.seq_len, case.seq_len)
-    return FusedTiles.of(plan_rank(problem, 0).own, sizes, range(case.num_kv_heads), blocks, CPU)
+    return FusedTiles.of(plan_rank(problem, 0).own, sizes, blocks, CPU)
 
 
 @pytest.mark.parametrize(("text", "launches"), [("exact", 1), ("window:12+3", 1), ("longnet:16/1,all/4", 2)])

@@ -121,17 +121,17 @@ def heads_of_an_item(group: int) -> int:
 
 
 def work_lists(
-    batches: Sequence[TileBatch], sizes: Sizes, kv_heads: range, blocks: Blocks, places: Places | None, complete: bool
+    batches: Sequence[TileBatch], sizes: Sizes, blocks: Blocks, places: Places | None, complete: bool
 ) -> WorkLists:
-    """Returns the work of tiles of some key/value heads.
+    """Returns the work of some tiles.
 
     Args:
-        places: the places of key rows in a payload; None if k and v are tensors [B, len(kv_heads), key_rows, D].
-        complete: whether the first launch has all query rows of these heads, so that results need no other initial values.
+        places: the places of key rows in a payload; None if k and v are tensors [B, Hkv, key_rows, D].
+        complete: whether the first launch has all query rows, so that results need no other initial values.
     """
     owners: dict[tuple[bool, tuple[int, ...], tuple[int, ...]], int] = {}
     tiles = _tiles_of(batches, owners)
-    whole, single = _units_of(owners, sizes, kv_heads)
+    whole, single = _units_of(owners, sizes)
     launches: list[Launch] = []
     key_launches: list[KeyLaunch] = []
     numbered: list[Integers] = []
@@ -184,12 +184,12 @@ def _tiles_of(batches: Sequence[TileBatch], owners: dict[tuple[bool, tuple[int, 
 
 
 def _units_of(
-    owners: dict[tuple[bool, tuple[int, ...], tuple[int, ...]], int], sizes: Sizes, kv_heads: range
+    owners: dict[tuple[bool, tuple[int, ...], tuple[int, ...]], int], sizes: Sizes
 ) -> tuple[list[tuple[list[int], _Units]], list[tuple[list[int], _Units]]]:
     """Returns units by the owners of their tiles: first all units of several query heads, then those of single ones."""
     group, together = sizes.group, heads_of_an_item(sizes.group)
     of_unit: dict[tuple[bool, int, int], list[int]] = {
-        (False, b, h): [] for b in range(sizes.batch) for h in kv_heads
+        (False, b, h): [] for b in range(sizes.batch) for h in range(sizes.kv_heads)
     }
     for (single, batch_rows, heads), owner in owners.items():
         for b, h in itertools.product(batch_rows, heads):

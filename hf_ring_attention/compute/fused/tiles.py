@@ -49,19 +49,18 @@ class FusedTiles:
         cls,
         batches: Sequence[TileBatch],
         sizes: Sizes,
-        kv_heads: range,
         blocks: Blocks,
         device: torch.device,
         places: Callable[[Tensor], Tensor] | None = None,
         complete: bool = True,
     ) -> FusedTiles:
-        """Binds tiles of these key/value heads to rows; the arguments are those of `work_lists`."""
+        """Binds tiles to rows; the arguments are those of `work_lists`."""
 
         def of_payload(numbers: Any) -> Any:
             assert places is not None
             return places(torch.from_numpy(numbers).to(device)).cpu().numpy()
 
-        lists = work_lists(batches, sizes, kv_heads, blocks, None if places is None else of_payload, complete)
+        lists = work_lists(batches, sizes, blocks, None if places is None else of_payload, complete)
 
         def on_device(x: Any) -> Tensor:
             assert not len(x) or abs(x).max() < 2**31, "row numbers need 31 bits"
