@@ -29,7 +29,7 @@ def nothing_is_proved(monkeypatch):
 
 
 def fault(kernel, dtype=torch.float32, widths=(16, 16), softcap=None, exact=False):
-    return proof.fault_of(kernel, CPU, dtype, *widths, softcap, exact)
+    return proof.fault_of(kernel, softcap, exact, CPU, dtype, *widths)
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["window", "exact"])
@@ -263,5 +263,5 @@ def test_a_fault_is_logged_once(caplog):
         for _ in range(2):
             fault(Wrong(after=lse_to_base_2))
     [record] = caplog.records
-    assert "kernel math is not used on cpu for float32" in record.getMessage()
+    assert "kernel math is not used on cpu for torch.float32" in record.getMessage()
     assert "lse is" in record.getMessage()
