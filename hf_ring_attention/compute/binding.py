@@ -32,67 +32,54 @@ class Binder:
         self.query_rows = problem.layout.local_len if held is None else held.num_queries
         self.key_rows = problem.layout.local_len if held is None else held.num_rows
 
-    def _calls(
+    def work(
         self,
         batches: Sequence[TileBatch],
         view: Callable[[TileBatch], BoundBatch | None],
         key_rows: int,
         places: Callable[[Tensor], Tensor] | None = None,
-        is_fresh: Callable[[TileBatch], bool] = lambda batch: False,
-    ) -> tuple[BoundBatch, ...]:
-        """Returns the kernel calls of these tiles; `view` returns the rows of a batch as views or None.
+    ) -> Work:
+        """Returns the work of these tiles; `view` returns the rows of a batch as views or None.
 
-        Tiles number keys as in a [B, Hkv, key_rows] tensor; `places` takes these numbers to those of the rows that are here.
-        Calls of fresh tiles come first.
+        Tiles number keys as in a [B, Hkv, key_rows] tensor. Of a payload, `places` takes these numbers to those of its rows;
+        without it the keys are this rank's own, and their work comes first.
         """
+        is_own, calls, fresh_rows = places is None, [], 0
+        is_fresh = freshness(batches if is_own else ())
 
         def keys(batch: TileBatch) -> IndexRows:
             rows = self._rows(self._first_rows(batch, key_rows, "keys"), batch.num_keys, batch.key_stride)
             return rows if places is None else IndexRows(places(rows.numbers()))
 
-        calls: list[BoundBatch] = []
         for call in joined(batches, self.group, self.joining, lambda batch: view(batch) is not None):
-            batch = call[0]
-            if len(call) > 1:
-                bound = self._joined(call, [keys(batch).numbers() for batch in call])
-            else:
-                bound = view(batch) or BoundBatch(
-                    self._queries(batch), keys(batch), batch.shape, self._fold_size(batch)
-                )
+            batch, bound = call[0], view(call[0]) if len(call) == 1 else self._joined(call, keys)
+            bound = bound or BoundBatch(self._queries(batch), keys(batch), batch.shape, self._fold_size(batch))
             calls.append(replace(bound, fresh=is_fresh(batch)))
-        return tuple(sorted(calls, key=lambda bound: not bound.fresh))
-
-    def remote(
-        self,
-        batches: Sequence[TileBatch],
-        view: Callable[[TileBatch], BoundBatch | None],
-        key_rows: int,
-        places: Callable[[Tensor], Tensor],
-    ) -> Work:
-        """Returns the work of tiles with the keys of a payload; `_calls` has the arguments."""
-        return BatchedTiles(self._calls(batches, view, key_rows, places))
+            fresh_rows += sum(x._replace(num_keys=0).rows(self.group) for x in call) * is_fresh(batch)
+        calls.sort(key=lambda bound: not bound.fresh)
+        heads = self.batch * self.problem.num_kv_heads
+        every_row = heads * self.group * self.query_rows, heads * self.key_rows
+        # The only call may be one tile, of all this rank's queries and keys.
+        one = calls[0] if is_own and len(calls) == 1 and isinstance(calls[0].queries, ViewRows) else None
+        is_one_tile = one is not None and (one.queries.rows_per_unit, one.keys.rows_per_unit) == every_row
+        return BatchedTiles(tuple(calls), is_one_tile, covered=fresh_rows == every_row[0])
 
     def own(self, batches: Sequence[TileBatch], heads: range) -> Work:
         """Returns the work of tiles of these heads with keys of this rank."""
-        if isinstance(self.joining, InPlace) and self.query_rows == self.key_rows:
-            every_head = range(self.problem.num_kv_heads)
-            sequences = sequences_in_place(batches, self.batch, every_head, self.key_rows, self.joining)
+        rows, num_heads = self.key_rows, self.problem.num_kv_heads
+        if isinstance(self.joining, InPlace) and rows == self.query_rows:
+            sequences = sequences_in_place(batches, self.joining, self.batch, rows, range(num_heads))
             if sequences is not None:
                 return PackedRow.of(sequences, self.batch, self.device)
-        place = heads.start * self.key_rows, self.key_rows, self.problem.num_kv_heads
-        fresh = freshness(batches)
-        calls = self._calls(batches, lambda batch: self.view(batch, heads, *place), self.key_rows, is_fresh=fresh)
-        rows = sum(batch._replace(num_keys=0).rows(self.group) for batch in batches if fresh(batch))
-        every_row = self.batch * self.problem.num_heads * self.query_rows
-        return BatchedTiles(calls, self._is_one_tile(calls), covered=rows == every_row)
+        return self.work(batches, lambda batch: self.view(batch, heads, heads.start * rows, rows, num_heads), rows)
 
-    def _joined(self, call: list[TileBatch], keys: list[Tensor]) -> BoundBatch:
-        """Returns batches of unequal tiles as one call; `keys` are the row numbers of each."""
+    def _joined(self, call: list[TileBatch], keys: Callable[[TileBatch], IndexRows]) -> BoundBatch:
+        """Returns batches of unequal tiles as one call; `keys` returns the key rows of each."""
         shape, fold_size = call[0].shape, self._fold_size(call[0])
         queries = [self._queries(batch).numbers() for batch in call]
         num_queries = [batch.num_queries * self._fold_size(batch) for batch in call for _ in range(batch.num_tiles)]
         num_keys = [batch.num_keys for batch in call for _ in range(batch.num_tiles)]
-        padded_keys = IndexRows(torch.cat([_padded(x, max(num_keys)) for x in keys]))
+        padded_keys = IndexRows(torch.cat([_padded(keys(batch).numbers(), max(num_keys)) for batch in call]))
         if shape == "full":
             key_lengths = torch.tensor(num_keys, device=self.device)
             return BoundBatch(IndexRows(torch.cat(queries)), padded_keys, shape, lengths=key_lengths)
@@ -100,14 +87,6 @@ class Binder:
         padded = torch.cat([_padded(x, longest) for x in queries])
         kept = torch.nonzero((torch.arange(longest) < torch.tensor(num_queries)[:, None]).flatten()).flatten()
         return BoundBatch(IndexRows(padded, kept=kept.to(self.device)), padded_keys, shape, fold_size)
-
-    def _is_one_tile(self, calls: Sequence[BoundBatch]) -> bool:
-        """Returns whether the only call has one tile, of all this rank's queries and keys, as views."""
-        if len(calls) != 1 or not isinstance(calls[0].queries, ViewRows):
-            return False
-        rows = calls[0].queries.rows_per_unit, calls[0].keys.rows_per_unit
-        per_key_head = self.batch * self.problem.num_kv_heads
-        return rows == (per_key_head * self.group * self.query_rows, per_key_head * self.key_rows)
 
     def _fold_size(self, batch: TileBatch) -> int:
         """Returns the rows of a fold that follow each other in a call, or 1 if they are heads, which share their keys."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 from .plans import TileBatch
+from .tiles import Shape
 
 
 class Joining(NamedTuple):
@@ -28,62 +29,57 @@ PADDED = Joining(rows=2000, pairs=40_000, most_rows=1 << 14)
 class InPlace(NamedTuple):
     """How a kernel takes documents of unequal lengths in one call: in place. Its bands have no folds.
 
-    The kernel takes at most `most_documents`, and pads its sums by `padding` rows a document, which must not take more memory
-    than the sums.
+    The kernel takes at most `most_documents`, and pads its sums by `padding` rows for each: by no more rows than the sums have.
     """
 
     most_documents: int
     padding: int
 
-    def most_of(self, tokens: int) -> int:
-        """Returns the most documents among so many tokens; a few in any case."""
-        return min(self.most_documents, max(64, tokens // self.padding))
 
-
-#: Padding is cut into sequences of at most so many tokens, whose pairs then take no time.
-PADDING_LENGTH = 256
+#: In any case, so many documents are taken in place. Padding is cut into sequences of so many tokens, which take no time.
+FEW_DOCUMENTS, PADDING_LENGTH = 64, 256
 
 
 class Sequences(NamedTuple):
     """Sequences that follow each other in the tokens of all batch rows: documents, and padding between them."""
 
-    ends: tuple[int, ...]  # 0, and the end of each sequence
-    are_padding: tuple[bool, ...]
-    causal: bool
+    ends: list[int]  # 0, and the end of each sequence
+    are_padding: list[bool]
+    shape: Shape
 
 
 def sequences_in_place(
-    batches: Sequence[TileBatch], num_batch_rows: int, heads: range, num_rows: int, joining: InPlace
+    batches: Sequence[TileBatch], joining: InPlace, num_batch_rows: int, num_rows: int, kv_heads: range
 ) -> Sequences | None:
-    """Returns the tiles as sequences of `num_batch_rows` x `num_rows` tokens.
+    """Returns the tiles as sequences of `num_batch_rows` x `num_rows` tokens, if each is a document: a square of its rows.
 
-    Returns None if some tile is no document, in which a query sees all keys of its document or the earlier ones, with its rows
-    of all heads; and if each row is one document, which needs no ends.
+    Returns None for other tiles, and if each row is one document, which needs no ends.
     """
-    documents, shapes = [], set()
+    documents = []
     for batch in batches:
-        length, strides = batch.num_queries, (batch.query_stride, batch.key_stride)
-        is_square = batch.shape != "band" and length == batch.num_keys and (strides == (1, 1) or length == 1)
-        if not is_square or batch.per_query_head or batch.fold_size > 1:
+        simple = batch.query_stride == batch.key_stride == batch.fold_size == 1 and not batch.per_query_head
+        if batch.shape == "band" or batch.num_queries != batch.num_keys or not simple:
             return None
-        shapes |= {batch.shape} if length > 1 else set()
-        for item in batch.items:
-            if item.query_row != item.key_row or item.heads != tuple(heads) or item.copies > 1:
+        for rows, heads, query_row, key_row, copies in batch.items:
+            if query_row != key_row or heads != tuple(kv_heads) or copies > 1:
                 return None
-            documents += [(row * num_rows + item.query_row, length) for row in item.batch_rows]
-    if len(shapes) > 1:
-        return None
-    ends, are_padding, total = [0], [], num_batch_rows * num_rows
-    for start, length in [*sorted(documents), (total, 0)]:
-        if start < ends[-1]:  # Documents that are counted twice.
+            documents += [
+                range(row * num_rows + query_row, row * num_rows + query_row + batch.num_queries) for row in rows
+            ]
+    ends, are_padding, total = [0], list[bool](), num_batch_rows * num_rows
+    for document in (*sorted(documents, key=lambda document: document.start), range(total, total)):
+        if document.start < ends[-1]:  # Its pairs count twice.
             return None
-        padding = range(ends[-1] + PADDING_LENGTH, start, PADDING_LENGTH) if start > ends[-1] else ()
-        pieces = [*padding, *[start] * (start > ends[-1])]
-        ends += [*pieces, *[start + length] * (length > 0)]
-        are_padding += [True] * len(pieces) + [False] * (length > 0)
-    if len(are_padding) > joining.most_of(total) or (len(are_padding) == num_batch_rows and not any(are_padding)):
+        padding = [*range(ends[-1], document.start, PADDING_LENGTH)][1:] + [document.start] * (
+            document.start > ends[-1]
+        )
+        ends += [*padding, document.stop] if document else padding
+        are_padding += [True] * len(padding) + [False] * bool(document)
+    shapes: set[Shape] = {batch.shape for batch in batches if batch.num_queries > 1}
+    most = min(joining.most_documents, max(FEW_DOCUMENTS, total // joining.padding))
+    if len(shapes) > 1 or len(are_padding) > most or are_padding == [False] * num_batch_rows:
         return None
-    return Sequences(tuple(ends), tuple(are_padding), "causal" in shapes)
+    return Sequences(ends, are_padding, *shapes or ("full",))
 
 
 def joined(

@@ -58,7 +58,7 @@ def bind_collective(problem: Problem, rank: int, device: torch.device, joining: 
 
     return CollectiveBinding(
         own=bind_own(problem, rank, device, joining),
-        remote=binder.remote(plan_rank(problem, rank).remote, lambda batch: None, layout.padded_len, arrived),
+        remote=binder.work(plan_rank(problem, rank).remote, lambda batch: None, layout.padded_len, arrived),
         used=any(map(any, exchanged(problem))),
         send=RowSet(sum(map(len, send)), torch.cat(send)),  # by reader, not ascending
         send_counts=[*map(len, send)],

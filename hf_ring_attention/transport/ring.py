@@ -58,7 +58,7 @@ def _with_payload(binder: Binder, batches: tuple[TileBatch, ...], heads: range, 
         run = payload.run
         return None if run is None else binder.view(batch, heads, -run.start, len(run), len(heads))
 
-    return binder.remote(batches, view, binder.key_rows, payload.places)
+    return binder.work(batches, view, binder.key_rows, payload.places)
 
 
 def bind_ring(problem: Problem, rank: int, device: torch.device, joining: Hashable) -> RingBinding:
