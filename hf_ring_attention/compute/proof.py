@@ -99,10 +99,11 @@ def _compared(kernel: Kernel, inputs: list[Tensor], softcap: float | None, exact
     out, lse = work.forward(kernel, q, k, v, scale)
     saved, wide = Saved(q, k, v, out, lse), accumulation_dtype(dtype)
     found = [out, *work.backward(kernel, dout, saved, scale), lse.unsqueeze(-1)]
-    # In a ring, steps add to the results of others: here each key comes a second time.
+    # In a ring, steps add to the results of others: here each key comes a second time, so its gradients are half as large.
     twice, lse_of_two = work.forward(kernel, q, k, v, scale, (out.to(wide).contiguous(), lse.clone()))
     sums = torch.zeros_like(q, dtype=wide), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-    added = [twice, *work.backward(kernel, dout, saved, scale, sums), lse_of_two.unsqueeze(-1) - math.log(2)]
+    halves = work.backward(kernel, dout, saved._replace(lse=lse_of_two), scale, sums)
+    added = [twice, *(2 * half for half in halves), lse_of_two.unsqueeze(-1) - math.log(2)]
 
     seen = torch.stack([_seen(row, exact, causal) for row in documents]).unsqueeze(1).to(device)
     expected, plain, plain_wide = (_plain(kind, inputs, seen, scale, softcap) for kind in (torch.float64, dtype, wide))

@@ -124,7 +124,16 @@ class Wrong(Math):
         return added(self.mistakes[2](*super().backward(dout, saved, call)), sums, call)
 
 
+class OwnLse(Wrong):
+    """In its backward pass, a softmax of its own keys."""
+
+    def backward(self, dout, saved, call, sums=None):
+        _, lse = Math.forward(self, *saved[:3], call)
+        return super().backward(dout, saved._replace(lse=lse), call, sums)
+
+
 WRONG = [
+    (OwnLse(), "dv"),
     (Wrong(before=last_key_is_lost), "out"),
     (Wrong(before=everything_is_seen), "out"),
     (Wrong(before=raises), "RuntimeError: no compiler"),
