@@ -79,16 +79,13 @@ class BatchedTiles:
         q_rows, total_rows, k, v = map(_as_rows, (q, total, k, v))
         for part in self._parts(q_rows, FORWARD_PART):
             queries, keys = part.queries.numbered(), part.keys.numbered()
-            views = queries.view(total_rows), queries.view(lse_rows)
-            into = None if views[0] is None or views[1] is None else (views[0], views[1])
             fresh = part.fresh and totals is None
+            into = None if fresh and not queries.is_view else (queries.take(total_rows), queries.take(lse_rows))
             call = KernelCall(part.shape, scale, part.fold_size, part.lengths, fresh=fresh)
             results = kernel.forward(queries.take(q_rows), keys.take(k), keys.take(v), call, into)
-            if into is None and fresh:
+            if not queries.is_view:
                 queries.write_(total_rows, results[0])
                 queries.write_(lse_rows, results[1])
-            elif into is None:
-                queries.merge_(total_rows, lse_rows, *results)
         return totals or (total.to(q.dtype), lse)
 
     def backward(
@@ -106,13 +103,13 @@ class BatchedTiles:
         lse = saved.lse.flatten()
         for part in self._parts(q, BACKWARD_PART):
             queries, keys = part.queries.numbered(), part.keys.numbered()
-            views = queries.view(dq_rows), keys.view(dk_rows), keys.view(dv_rows)
-            into = None if views[0] is None or views[1] is None or views[2] is None else (views[0], views[1], views[2])
+            views = queries.is_view and keys.is_view
+            into = (queries.take(dq_rows), keys.take(dk_rows), keys.take(dv_rows)) if views else None
             taken = queries.take(q), keys.take(k), keys.take(v), queries.take(out), queries.take_lse(lse)
             fresh = part.fresh and sums is None
             call = KernelCall(part.shape, scale, part.fold_size, part.lengths, fresh=fresh)
             grads = kernel.backward(queries.take(dout), Saved(*taken), call, into)
-            if into is None:
+            if not views:
                 queries.write_(dq_rows, grads[0]) if fresh else queries.add_(dq_rows, grads[0])
                 keys.add_(dk_rows, grads[1])
                 keys.add_(dv_rows, grads[2])

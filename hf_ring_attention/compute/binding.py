@@ -70,7 +70,7 @@ class Binder:
         if isinstance(self.joining, InPlace) and rows == self.query_rows:
             sequences = sequences_in_place(batches, self.joining, self.batch, rows, range(num_heads))
             if sequences is not None:
-                return PackedRow.of(sequences, self.batch, self.device)
+                return PackedRow.of(*sequences, self.batch, self.device)
         return self.work(batches, lambda batch: self.view(batch, heads, heads.start * rows, rows, num_heads), rows)
 
     def _joined(self, call: list[TileBatch], keys: Callable[[TileBatch], IndexRows]) -> BoundBatch:

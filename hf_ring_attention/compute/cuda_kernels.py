@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from functools import reduce
 from operator import or_
+from typing import Any
 
 import torch
 import torch.nn.attention
@@ -26,24 +27,24 @@ class CudaFlash:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, totals: Results | None = None) -> Results:
         value_dim, width, tokens = v.shape[-1], max(q.shape[-1], v.shape[-1]), (q.shape[0], q.shape[2])
-        sequences = _sequences(q, k, call)
+        sequences, window = _sequences_and_window(q, k, call)
         q, k, v = (_by_token(x, width, call) for x in (q, k, v))
         out, lse, *_ = aten._flash_attention_forward(
-            q, k, v, *sequences, 0.0, call.shape == "causal", False, scale=call.scale, **_sides(call, *sequences[2:])
+            q, k, v, *sequences, 0.0, call.shape == "causal", False, scale=call.scale, **window
         )
         lse = lse if call.sequences is None else lse.unflatten(1, tokens).transpose(0, 1)
         return merged((_of_heads(out, value_dim, tokens), lse), totals, call)
 
     def backward(self, dout: Tensor, saved: Saved, call: KernelCall, sums: Gradients | None = None) -> Gradients:
         q, k, v, out, lse = saved
-        widths, sequences = [x.shape[-1] for x in (q, k, v)], _sequences(q, k, call)
+        widths, (sequences, window) = [x.shape[-1] for x in (q, k, v)], _sequences_and_window(q, k, call)
         tokens, key_tokens = ((x.shape[0], x.shape[2]) for x in (q, k))
         dout, q, k, v, out = (_by_token(x, max(widths), call) for x in (dout, q, k, v, out))
         lse = lse if call.sequences is None else lse.transpose(0, 1).flatten(1)
         unused = q.new_empty((), dtype=torch.int64)  # the random state of dropout, which is off
         grads = aten._flash_attention_backward(
             dout, q, k, v, out, lse.contiguous(), *sequences, 0.0, call.shape == "causal", unused, unused,
-            scale=call.scale, **_sides(call, *sequences[2:]),
+            scale=call.scale, **window,
         )  # fmt: skip
         dq, dk, dv = (_of_heads(*grad) for grad in zip(grads, widths, (tokens, key_tokens, key_tokens)))
         return added((dq, dk, dv), sums, call)
@@ -66,17 +67,14 @@ def _of_heads(x: Tensor, width: int, tokens: tuple[int, int]) -> Tensor:
     return narrowed(x.view(*tokens, *x.shape[-2:]), width).transpose(1, 2)
 
 
-def _sequences(q: Tensor, k: Tensor, call: KernelCall) -> tuple[Tensor | None, Tensor | None, int, int]:
-    """Returns the ends of sequences in q and in k, None if these are tiles, and the longest lengths."""
-    if call.sequences is None:
-        return None, None, q.shape[2], k.shape[2]
-    ends, longest = call.sequences
-    return ends, ends, longest, longest
+def _sequences_and_window(q: Tensor, k: Tensor, call: KernelCall) -> tuple[Any, dict[str, int]]:
+    """Returns the ends of sequences in q and in k, None for tiles, and the longest lengths; and the window of a band.
 
-
-def _sides(call: KernelCall, num_queries: int, num_keys: int) -> dict[str, int]:
-    """Returns the window of a band; the operator's diagonal has query i and key i + Lk - Lq."""
-    return {"window_size_left": num_keys - num_queries, "window_size_right": 0} if call.shape == "band" else {}
+    The operator's diagonal has query i and key i + Lk - Lq.
+    """
+    window = {"window_size_left": k.shape[2] - q.shape[2], "window_size_right": 0} if call.shape == "band" else {}
+    (ends, longest), most = call.sequences or (None, 0), (q.shape[2], k.shape[2])
+    return (ends, ends, *(most if ends is None else (longest, longest))), window
 
 
 def _aligned(x: Tensor, width: int) -> Tensor:

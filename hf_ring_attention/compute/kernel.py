@@ -25,13 +25,6 @@ Results = tuple[Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-class Ends(NamedTuple):
-    """Sequences that follow each other in the tokens of all batch rows."""
-
-    ends: Tensor  # [sequences + 1], int32: 0, and the end of each sequence
-    longest: int
-
-
 class KernelCall(NamedTuple):
     """The attention that a kernel computes for a batch of tiles.
 
@@ -42,9 +35,8 @@ class KernelCall(NamedTuple):
     scale: float  # the factor of the scores
     fold_size: int = 1  # the rows of a fold, in bands
     lengths: Tensor | None = None  # the number of keys of each tile, [T], if the keys of some tiles are padded
-    sequences: Ends | None = (
-        None  # in the tokens of q [B, H, n, D], for kernels that take them in place (`plan/joins.py`)
-    )
+    #: If the tokens of q [B, H, n, D] are sequences (`InPlace`): 0 and their ends, int32, and the longest length.
+    sequences: tuple[Tensor, int] | None = None
     fresh: bool = False  # whether totals and the sum of dq have no values yet, so results are written over them
 
 
@@ -78,40 +70,34 @@ class Kernel(Protocol):
 
 
 class Work(Protocol):
-    """The tiles of one step, bound to rows of tensors for one way of taking tiles (`Kernel.joining`).
+    """The tiles of one step, bound to rows of tensors for `Kernel.joining`; frozen data classes, for `ring/bindings.py`.
 
-    q is [B, H, n, D]. k and v are this rank's [B, Hkv, n, D], or rows of a payload [R, D] in later steps. Works are frozen data
-    classes, whose tensors `ring/bindings.py` counts.
+    q is [B, H, n, D]. k and v are this rank's [B, Hkv, n, D], or rows of a payload [R, D] in later steps.
     """
 
     @property
     def takes_views(self) -> bool:
-        """Whether q, k and v may be strided views; else they are contiguous."""
+        """Whether q, k and v may be strided; else they are contiguous."""
 
     def forward(
         self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, scale: float, totals: Results | None = None
     ) -> Results:
         """Returns out in q's dtype and lse in the accumulation dtype; rows without a key have out = 0 and lse = -inf.
 
-        Without `totals` the work is all work of the rank. If there are `totals`, of all queries and in the accumulation dtype,
-        results are merged into them, and they are returned.
+        With `totals`, in the accumulation dtype, results are merged into them. Without, the work is all work of the rank.
         """
 
     def backward(
         self, kernel: Kernel, dout: Tensor, saved: Saved, scale: float, sums: Gradients | None = None
     ) -> Gradients:
-        """Returns dq, dk and dv in q's dtype or the accumulation dtype; `saved` has out and lse of the whole softmax.
-
-        If there are `sums`, in the accumulation dtype, gradients are added to them, and they are returned.
-        """
+        """Returns dq, dk and dv in q's dtype or the accumulation dtype; with `sums` in the latter, adds to these."""
 
 
 def merged(results: Results, totals: Results | None, call: KernelCall) -> Results:
     """Merges results into totals, or writes them over fresh ones, and returns these; without totals returns the results."""
-    if totals is not None and call.fresh:
-        totals[0].copy_(results[0])
-        totals[1].copy_(results[1])
-    elif totals is not None:
+    for total, result in zip(totals or () if call.fresh else (), results):
+        total.copy_(result)
+    if totals is not None and not call.fresh:
         merge_(*totals, *results)
     return totals or results
 

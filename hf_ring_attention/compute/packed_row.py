@@ -7,29 +7,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..plan.joins import Sequences
 from ..plan.tiles import Shape
-from .kernel import Ends, Gradients, Kernel, KernelCall, Results, Saved, added, merged
+from .kernel import Gradients, Kernel, KernelCall, Results, Saved, added, merged
 
 
 @dataclass(frozen=True)
 class PackedRow:
     """A `Work` of documents, each a sequence of tokens that attends to itself; so does padding, whose results are dropped."""
 
-    sequences: Ends
+    sequences: tuple[Tensor, int]  # as of a `KernelCall`
     shape: Shape
     padding: Tensor | None  # [B, 1, n, 1]: which tokens are in no document; None if all are in one
     takes_views: bool = True
 
     @classmethod
-    def of(cls, sequences: Sequences, batch: int, device: torch.device) -> PackedRow:
-        """Binds sequences to a device."""
-        ends, padding = torch.tensor(sequences.ends, dtype=torch.int32), None
-        if any(sequences.are_padding):
-            padding = (
-                torch.tensor(sequences.are_padding).repeat_interleave(ends.diff()).view(batch, 1, -1, 1).to(device)
-            )
-        return cls(Ends(ends.to(device), int(ends.diff().max())), sequences.shape, padding)
+    def of(cls, ends: list[int], are_padding: list[bool], shape: Shape, batch: int, device: torch.device) -> PackedRow:
+        """Binds the results of `sequences_in_place` to a device."""
+        stops, padding = torch.tensor(ends, dtype=torch.int32), None
+        if any(are_padding):
+            padding = torch.tensor(are_padding).repeat_interleave(stops.diff()).view(batch, 1, -1, 1).to(device)
+        return cls((stops.to(device), int(stops.diff().max())), shape, padding)
 
     def forward(
         self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, scale: float, totals: Results | None = None
@@ -44,7 +41,7 @@ class PackedRow:
         self, kernel: Kernel, dout: Tensor, saved: Saved, scale: float, sums: Gradients | None = None
     ) -> Gradients:
         call = KernelCall(self.shape, scale, sequences=self.sequences)
-        grads = kernel.backward(dout, saved, call)
-        for x in () if self.padding is None else grads:
-            x.masked_fill_(self.padding, 0)
-        return added(grads, sums, call)
+        dq, dk, dv = kernel.backward(dout, saved, call)
+        if self.padding is not None:
+            dq, dk, dv = (x.masked_fill_(self.padding, 0) for x in (dq, dk, dv))
+        return added((dq, dk, dv), sums, call)

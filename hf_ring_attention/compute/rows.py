@@ -1,9 +1,9 @@
 """The rows of a tile batch among the rows of a tensor [B, H, n, ...]: views if they lie side by side, else gathers.
 
 All functions take tensors as their rows, [B * H * n, ...]. Both kinds `take` rows to [tiles, heads, L, ...], the kernels'
-shape, and bring results back by `write_`, `add_` and `merge_`. No two tiles of a batch share a query row of a head, so results
-are written and merged without conflicts; key rows may repeat. `split` yields the same rows in parts of at most so many of
-their equal `units`.
+shape: views of each row once if they are views (`is_view`), else copies. `write_` and `add_` bring results back. No two tiles
+of a batch share a query row of a head, so results are written without conflicts; key rows may repeat. `split` yields the same
+rows in parts of at most so many of their equal `units`.
 
 On a GPU, starting an operation often takes longer than its work, so these functions need few of them, views included.
 """
@@ -17,8 +17,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-
-from . import merge
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +67,9 @@ class ViewRows:
         strides = [distance * width for distance in distances]
         return x.as_strided((*sizes, *x.shape[1:]), (*strides, *others), x.storage_offset() + self.start * width)
 
-    def view(self, x: Tensor) -> Tensor | None:
-        """Returns the rows of x as `take`, as a view of x; None if no view has each of them once."""
-        overlap = self.copies > 1 and self.advance < self.length
-        return None if overlap or 1 not in (self.batch, self.copies) else self._window(x)
+    @property
+    def is_view(self) -> bool:
+        return 1 in (self.batch, self.copies) and (self.copies == 1 or self.advance >= self.length)
 
     def take(self, x: Tensor) -> Tensor:
         window = self._window(x)
@@ -96,10 +93,6 @@ class ViewRows:
         window = self._window(x)
         window.copy_(values.reshape(window.shape))
 
-    def merge_(self, out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
-        out, lse = self._window(out), self._window(lse)
-        merge.merge_(out, lse, new_out.reshape(out.shape), new_lse.reshape(lse.shape))
-
     def split(self, size: int) -> Iterator[Rows]:
         for first in range(0, self.copies, size):
             yield replace(self, start=self.start + first * self.advance, copies=min(size, self.copies - first))
@@ -113,6 +106,7 @@ class IndexRows:
     """
 
     tiles_per_unit: ClassVar = 1
+    is_view: ClassVar = False
 
     first: Tensor  # all numbers, or one of each tile and head
     offsets: Tensor | None = None  # [L]: added to `first`, these are all numbers
@@ -144,14 +138,12 @@ class IndexRows:
         return self.first.flatten()
 
     def take(self, x: Tensor) -> Tensor:
-        return torch.embedding(x, self.first)  # `index_select` for numbers of any shape
-
-    def view(self, x: Tensor) -> None:
-        """Rows by their numbers are not a view."""
+        # An embedding is `index_select` for numbers of any shape.
+        return x[self.first] if x.ndim == 1 else torch.embedding(x, self.first)
 
     def take_lse(self, lse: Tensor) -> Tensor:
         """Returns the rows of lse as `take`; the lse of padding is +inf, which makes its gradients 0."""
-        rows = lse[self.first]
+        rows = self.take(lse)
         if self.kept is None:
             return rows
         tiles, _, length = rows.shape
@@ -163,13 +155,6 @@ class IndexRows:
 
     def write_(self, x: Tensor, values: Tensor) -> None:
         x.index_put_((self._without_padding(self.first),), self._without_padding(values).to(x.dtype))
-
-    def merge_(self, out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
-        numbers, new_out, new_lse = map(self._without_padding, (self.first, new_out, new_lse))
-        out_rows, lse_rows = torch.embedding(out, numbers), lse[numbers]
-        merge.merge_(out_rows, lse_rows, new_out, new_lse)
-        out.index_put_((numbers,), out_rows)
-        lse.index_put_((numbers,), lse_rows)
 
     def _without_padding(self, x: Tensor) -> Tensor:
         """Returns the rows of x [tiles, heads, L, ...] that are not padding, [rows, ...]; x itself without padding."""

@@ -40,22 +40,14 @@ class InPlace(NamedTuple):
 FEW_DOCUMENTS, PADDING_LENGTH = 64, 256
 
 
-class Sequences(NamedTuple):
-    """Sequences that follow each other in the tokens of all batch rows: documents, and padding between them."""
-
-    ends: list[int]  # 0, and the end of each sequence
-    are_padding: list[bool]
-    shape: Shape
-
-
 def sequences_in_place(
     batches: Sequence[TileBatch], joining: InPlace, num_batch_rows: int, num_rows: int, kv_heads: range
-) -> Sequences | None:
-    """Returns the tiles as sequences of `num_batch_rows` x `num_rows` tokens, if each is a document: a square of its rows.
+) -> tuple[list[int], list[bool], Shape] | None:
+    """Returns 0 and the ends of sequences in the tokens of all batch rows, which of them are padding, and their shape.
 
-    Returns None for other tiles, and if each row is one document, which needs no ends.
+    Returns None if some tile is not a document, a square of rows of all heads, or if each row is a single document.
     """
-    documents = []
+    documents, total = [], num_batch_rows * num_rows
     for batch in batches:
         simple = batch.query_stride == batch.key_stride == batch.fold_size == 1 and not batch.per_query_head
         if batch.shape == "band" or batch.num_queries != batch.num_keys or not simple:
@@ -63,23 +55,21 @@ def sequences_in_place(
         for rows, heads, query_row, key_row, copies in batch.items:
             if query_row != key_row or heads != tuple(kv_heads) or copies > 1:
                 return None
-            documents += [
-                range(row * num_rows + query_row, row * num_rows + query_row + batch.num_queries) for row in rows
-            ]
-    ends, are_padding, total = [0], list[bool](), num_batch_rows * num_rows
-    for document in (*sorted(documents, key=lambda document: document.start), range(total, total)):
-        if document.start < ends[-1]:  # Its pairs count twice.
+            documents += [(row * num_rows + query_row, batch.num_queries) for row in rows]
+    ends, are_padding = [0], list[bool]()
+    for start, length in (*sorted(documents), (total, 0)):
+        if start < ends[-1]:  # Its pairs count twice.
             return None
-        padding = [*range(ends[-1], document.start, PADDING_LENGTH)][1:] + [document.start] * (
-            document.start > ends[-1]
-        )
-        ends += [*padding, document.stop] if document else padding
-        are_padding += [True] * len(padding) + [False] * bool(document)
+        while ends[-1] < start:
+            ends.append(min(start, ends[-1] + PADDING_LENGTH))
+            are_padding.append(True)
+        ends += [start + length] * (length > 0)
+        are_padding += [False] * (length > 0)
     shapes: set[Shape] = {batch.shape for batch in batches if batch.num_queries > 1}
     most = min(joining.most_documents, max(FEW_DOCUMENTS, total // joining.padding))
     if len(shapes) > 1 or len(are_padding) > most or are_padding == [False] * num_batch_rows:
         return None
-    return Sequences(ends, are_padding, *shapes or ("full",))
+    return ends, are_padding, shapes.pop() if shapes else "full"
 
 
 def joined(

@@ -1,4 +1,4 @@
-"""Rows as views and rows by number take, add, merge and split as plain indexing does."""
+"""Rows as views and rows by number take, add, write and split as plain indexing does."""
 
 import itertools
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_ring_attention.compute import merge
 from hf_ring_attention.compute.rows import IndexRows, ViewRows
 
 N = 24  # rows of a head
@@ -152,30 +151,24 @@ def test_every_overlap_of_stretches():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_merge(dtype, rng):
-    """A row at a time by `merge.merge_`; rows of no tile keep every bit."""
-    accumulation = merge.accumulation_dtype(dtype)
+def test_write(dtype, rng):
+    """Values come to their rows, and rows of no tile keep every bit; views write by themselves."""
+    views = 0
     for rows, sizes, tiles in cases(rng, apart=True):
-        out = tensor(rng, *sizes, N, 5, dtype=accumulation)
-        lse = tensor(rng, *sizes, N, dtype=accumulation)
-        empty = tensor(rng, *sizes, N) < -0.5
-        out[empty], lse[empty] = 0.0, -torch.inf
-        new_out = tensor(rng, len(tiles), len(tiles[0][1]), len(tiles[0][1][0][1]), 5, dtype=dtype)
-        new_lse = tensor(rng, *new_out.shape[:3], dtype=accumulation)
-        want_out, want_lse = out.clone(), lse.clone()
+        x, lse = tensor(rng, *sizes, N, 5), tensor(rng, *sizes, N)
+        values = tensor(rng, len(tiles), len(tiles[0][1]), len(tiles[0][1][0][1]), 5, dtype=dtype)
+        want, want_lse, seen = x.clone(), lse.clone(), x.clone()
         for at, place in each_row(tiles):
-            row_out, row_lse = want_out[at].clone()[None], want_lse[at].clone()[None]
-            merge.merge_(row_out, row_lse, new_out[place][None], new_lse[place][None])
-            want_out[at], want_lse[at] = row_out[0], row_lse[0]
-        rows.numbered().merge_(out.view(-1, 5), lse.view(-1), new_out, new_lse)
-        rounding = 4 * torch.finfo(accumulation).eps
-        torch.testing.assert_close(out, want_out, rtol=rounding, atol=rounding)
-        torch.testing.assert_close(lse, want_lse, rtol=rounding, atol=rounding)
-        untouched = torch.ones(out.shape[:3], dtype=torch.bool)
-        for at, _ in each_row(tiles):
-            untouched[at] = False
-        assert torch.equal(out[untouched], want_out[untouched])
-        assert torch.equal(lse[untouched], want_lse[untouched])
+            want[at], want_lse[at] = values[place].to(x.dtype), values[place][0].to(x.dtype)
+        rows.numbered().write_(x.view(-1, 5), values)
+        rows.numbered().write_(lse.view(-1), values[..., 0])
+        assert torch.equal(x, want)
+        assert torch.equal(lse, want_lse)
+        taken = rows.numbered().take(seen.view(-1, 5)).copy_(values)
+        assert torch.equal(seen, want) or not rows.is_view, rows
+        assert torch.equal(taken, values.to(x.dtype))
+        views += rows.is_view
+    assert views
 
 
 def test_split(rng):
