@@ -8,6 +8,7 @@ from operator import or_
 from typing import Any
 
 import torch
+import torch.nn.attention
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -47,6 +48,12 @@ class CudaFlash:
         )  # fmt: skip
         dq, dk, dv = (_of_heads(*grad) for grad in zip(grads, widths, (tokens, key_tokens, key_tokens)))
         return added((dq, dk, dv), sums, call)
+
+
+def torch_flash() -> str | None:
+    """Returns "FA3" or "FA4" if `torch.nn.attention.activate_flash_attention_impl` has put it in FlashAttention-2's place."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # since torch 2.11
+    return None if current is None else current()
 
 
 def _by_token(x: Tensor, width: int, call: KernelCall) -> Tensor:

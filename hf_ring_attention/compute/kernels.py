@@ -7,14 +7,13 @@ from dataclasses import replace
 from functools import lru_cache
 
 import torch
-import torch.nn.attention
 from torch import Tensor
 
 from ..plan.choices import Decision
 from ..plan.joins import PADDED
 from ..plan.kernel_choice import ANY_TILES, CallFacts, DeviceFacts, TileKinds, kernel_candidates
 from .bands import Masked, MaskedKernel
-from .cuda_kernels import CudaEfficient, CudaFlash, Cudnn
+from .cuda_kernels import CudaEfficient, CudaFlash, Cudnn, torch_flash
 from .fused.choice import fused_kernel, why_not_fused
 from .kernel import Gradients, Kernel, KernelCall, Results, Saved, added, merged, narrowed, widened
 from .merge import accumulation_dtype
@@ -155,7 +154,7 @@ def choose_kernel(
         kernel = _kernel(decision.choice, *widths, softcap)
         fault = None
         if device.type == "cuda" and not isinstance(kernel, Math):
-            fault = fault_of(kernel, *widths, softcap, tiles.is_exact, torch_flash())
+            fault = fault_of(kernel, softcap, tiles.rows > 0, *widths)
         if fault is None:
             note(str(call), replace(decision, reason="; ".join([decision.reason, *failed])))
             return kernel
@@ -166,26 +165,17 @@ def choose_kernel(
 
 
 def _facts_of(setting: str, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> DeviceFacts:
-    deterministic, not_fused = torch.are_deterministic_algorithms_enabled(), None
-    if setting == "fused" or (setting == "auto" and device.type == "cuda"):  # It may load Triton.
-        not_fused = why_not_fused(device, dtype, head_dim, value_dim)
-    if device.type != "cuda":
-        return DeviceFacts(device.type, deterministic=deterministic, not_fused=not_fused)
+    is_cuda = device.type == "cuda"
+    may_fuse = setting == "fused" or (setting == "auto" and is_cuda)  # To find out may load Triton.
     return DeviceFacts(
-        type="cuda",
-        capability=torch.cuda.get_device_capability(device),
+        type=device.type,
+        capability=torch.cuda.get_device_capability(device) if is_cuda else (0, 0),
         has_flash=torch.backends.cuda.is_flash_attention_available(),
         has_cudnn=torch.version.hip is None and torch.backends.cudnn.is_available(),
         flash=torch_flash(),
-        deterministic=deterministic,
-        not_fused=not_fused,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        not_fused=why_not_fused(device, dtype, head_dim, value_dim) if may_fuse else None,
     )
-
-
-def torch_flash() -> str | None:
-    """Returns "FA3" or "FA4" if `torch.nn.attention.activate_flash_attention_impl` has put it in FlashAttention-2's place."""
-    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # since torch 2.11
-    return None if current is None else current()
 
 
 @lru_cache(maxsize=256)

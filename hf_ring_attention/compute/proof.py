@@ -20,6 +20,7 @@ from ..plan.layouts import SequenceLayout
 from ..plan.patterns import Pattern
 from ..plan.problem import Problem
 from .binding import bind_own
+from .cuda_kernels import torch_flash
 from .kernel import Kernel, Saved
 from .merge import accumulation_dtype
 
@@ -40,14 +41,7 @@ _LOCK = threading.Lock()
 
 
 def fault_of(
-    kernel: Kernel,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    value_dim: int,
-    softcap: float | None,
-    exact: bool,
-    flash: str | None = None,
+    kernel: Kernel, softcap: float | None, exact: bool, device: torch.device, dtype: torch.dtype, *widths: int
 ) -> str | None:
     """Returns why a kernel is not used on a device: its errors, or the error that it raised; None if it is right.
 
@@ -55,44 +49,33 @@ def fault_of(
 
     Args:
         exact: whether it computes exact attention only; else a window with sinks too.
-        flash: the implementation in the place of FlashAttention-2.
+        widths: of queries and keys, and of values.
     """
-    key = device, kernel.name, dtype, head_dim, value_dim, softcap is None, exact, flash
+    key = kernel.name, torch_flash(), softcap is None, exact, device, dtype, widths
     with _LOCK:
         if key not in _FAULTS:
             # A thread of its own has no modes, autocast or gradients of the caller, and changes none.
             with ThreadPoolExecutor(1, thread_name_prefix="proof") as thread:
-                found = thread.submit(_fault, kernel, device, dtype, head_dim, value_dim, softcap, exact)
+                found = thread.submit(_fault, kernel, softcap, exact, device, dtype, *widths)
             error = found.exception()
             if isinstance(error, torch.OutOfMemoryError):
                 raise error
             # No compiler, no such operator, a launch that fails: compilers raise errors of any class.
             fault = found.result() if error is None else f"{type(error).__name__}: {error}".partition("\n")[0][:300]
             if fault is not None:
-                logger.warning(
-                    "kernel %s is not used on %s for %s: %s",
-                    kernel.name,
-                    device,
-                    str(dtype).removeprefix("torch."),
-                    fault,
-                )
+                logger.warning("kernel %s is not used on %s for %s: %s", kernel.name, device, dtype, fault)
             _FAULTS[key] = fault
         return _FAULTS[key]
 
 
 @torch.no_grad()
 def _fault(
-    kernel: Kernel,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    value_dim: int,
-    softcap: float | None,
-    exact: bool,
+    kernel: Kernel, softcap: float | None, exact: bool, device: torch.device, dtype: torch.dtype, *widths: int
 ) -> str | None:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # of this thread
     generator = torch.Generator("cpu").manual_seed(0)
+    head_dim, value_dim = widths
     sizes = ((_HEADS, head_dim), (_KV_HEADS, head_dim), (_KV_HEADS, value_dim), (_HEADS, value_dim))
 
     def drawn(heads: int, width: int) -> Tensor:  # stored by token, as models do
@@ -116,10 +99,11 @@ def _compared(kernel: Kernel, inputs: list[Tensor], softcap: float | None, exact
     out, lse = work.forward(kernel, q, k, v, scale)
     saved, wide = Saved(q, k, v, out, lse), accumulation_dtype(dtype)
     found = [out, *work.backward(kernel, dout, saved, scale), lse.unsqueeze(-1)]
-    # In a ring, steps add to the results of others: here each key comes a second time.
+    # In a ring, steps add to the results of others: here each key comes a second time, so its gradients are half as large.
     twice, lse_of_two = work.forward(kernel, q, k, v, scale, (out.to(wide).contiguous(), lse.clone()))
     sums = torch.zeros_like(q, dtype=wide), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-    added = [twice, *work.backward(kernel, dout, saved, scale, sums), lse_of_two.unsqueeze(-1) - math.log(2)]
+    halves = work.backward(kernel, dout, saved._replace(lse=lse_of_two), scale, sums)
+    added = [twice, *(2 * half for half in halves), lse_of_two.unsqueeze(-1) - math.log(2)]
 
     seen = torch.stack([_seen(row, exact, causal) for row in documents]).unsqueeze(1).to(device)
     expected, plain, plain_wide = (_plain(kind, inputs, seen, scale, softcap) for kind in (torch.float64, dtype, wide))

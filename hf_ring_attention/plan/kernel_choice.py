@@ -22,14 +22,9 @@ _HALVES = ("float16", "bfloat16")
 class TileKinds(NamedTuple):
     """The tiles of a rank's part of a call, as far as kernels differ in them."""
 
-    rows: int = 0  # of the shortest tile, if all are rectangles or triangles of neighbouring rows; else 0
+    rows: int = 0  # of the shortest tile of exact attention; 0 for other patterns
     whole_rows: bool = False  # whether they are exact documents of rows that one rank holds
     few_queries: bool = False  # whether fewer than FEW_QUERIES queries read keys from a cache
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether all tiles are of exact attention."""
-        return self.rows > 0 or self.whole_rows
 
     def __str__(self) -> str:
         if self.few_queries:
@@ -76,14 +71,14 @@ def tile_kinds(problem: Problem, rank: int) -> TileKinds:
     if held is not None:
         return TileKinds(few_queries=held.num_queries < FEW_QUERIES)
     longest = max((stop - start for row in problem.documents for start, stop in row), default=0)
-    if not _is_exact(problem.pattern, longest, problem.causal):
+    if not _is_exact(problem.pattern, longest):
         return TileKinds()
     plan = plan_rank(problem, rank)
     rows = (0 if batch.shape == "band" else min(batch.num_queries, batch.num_keys) for batch in plan.own + plan.remote)
     return TileKinds(min(rows, default=0), problem.layout.world_size == 1)
 
 
-def _is_exact(pattern: Pattern, longest: int, causal: bool) -> bool:
+def _is_exact(pattern: Pattern, longest: int) -> bool:
     """Returns whether queries of documents of up to `longest` tokens see all keys, or all up to their own."""
     if pattern.num_kv_heads is not None or len(pattern.branches) != 1:
         return False
@@ -95,8 +90,8 @@ def _is_exact(pattern: Pattern, longest: int, causal: bool) -> bool:
 
 def reason_against(name: str, device: DeviceFacts, call: CallFacts) -> str | None:
     """Returns why a kernel cannot compute a call; None if it can."""
-    widest, half = max(call.head_dim, call.value_dim), call.dtype in _HALVES
-    if name == "math" or name == "cpu_flash":
+    half = call.dtype in _HALVES
+    if name in ("math", "cpu_flash"):
         return None
     if name == "fused":
         if device.deterministic:
@@ -112,7 +107,7 @@ def reason_against(name: str, device: DeviceFacts, call: CallFacts) -> str | Non
         what = "bfloat16" if name == "efficient" else "it"
         return f"{what} needs compute capability 8.0, and the device has {device.capability[0]}.{device.capability[1]}"
     if name == "flash":
-        return _reason_against_flash(device, widest)
+        return _reason_against_flash(device, max(call.head_dim, call.value_dim))
     return None if name == "efficient" else _reason_against_cudnn(device, call)
 
 

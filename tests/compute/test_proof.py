@@ -29,7 +29,7 @@ def nothing_is_proved(monkeypatch):
 
 
 def fault(kernel, dtype=torch.float32, widths=(16, 16), softcap=None, exact=False):
-    return proof.fault_of(kernel, CPU, dtype, *widths, softcap, exact)
+    return proof.fault_of(kernel, softcap, exact, CPU, dtype, *widths)
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["window", "exact"])
@@ -124,7 +124,16 @@ class Wrong(Math):
         return added(self.mistakes[2](*super().backward(dout, saved, call)), sums, call)
 
 
+class OwnLse(Wrong):
+    """In its backward pass, a softmax of its own keys."""
+
+    def backward(self, dout, saved, call, sums=None):
+        _, lse = Math.forward(self, *saved[:3], call)
+        return super().backward(dout, saved._replace(lse=lse), call, sums)
+
+
 WRONG = [
+    (OwnLse(), "dv"),
     (Wrong(before=last_key_is_lost), "out"),
     (Wrong(before=everything_is_seen), "out"),
     (Wrong(before=raises), "RuntimeError: no compiler"),
@@ -263,5 +272,5 @@ def test_a_fault_is_logged_once(caplog):
         for _ in range(2):
             fault(Wrong(after=lse_to_base_2))
     [record] = caplog.records
-    assert "kernel math is not used on cpu for float32" in record.getMessage()
+    assert "kernel math is not used on cpu for torch.float32" in record.getMessage()
     assert "lse is" in record.getMessage()

@@ -1,7 +1,6 @@
 """The kernel of a model without a ring, or of its ring."""
 
 import copy
-import pickle
 import threading
 
 import pytest
@@ -56,7 +55,7 @@ def test_a_model_without_a_ring(by_math):
 
 def test_it_stays_with_another_pattern_and_with_copies(by_math):
     own = ra.patch_model(model(), "window:4+1", kernel="math")
-    for kept in (own, ra.patch_model(own, "window:5"), copy.deepcopy(own), pickle.loads(pickle.dumps(own))):
+    for kept in (own, ra.patch_model(own, "window:5"), copy.deepcopy(own)):
         by_math.clear()
         outputs(kept, ids())
         assert by_math
@@ -88,8 +87,10 @@ def test_rows_that_each_rank_computes_whole(by_math):
         with torch.no_grad():
             own(row, **cache_argument(DynamicCache()))
 
+    call(ra.Ring.alone(kernel="math"))
+    of_one = len(by_math)
     run_simulated(call, 2, kernel="math")
-    assert {*by_math} == {"0", "1"}
+    assert len(by_math) == 3 * of_one > 0
 
 
 def test_a_kernel_that_contradicts_the_ring():
