@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..plan.tiles import Shape
-from .kernel import Gradients, Kernel, KernelCall, Results, Saved
+from .kernel import Gradients, KernelCall, Results, Saved, TileKernel
 from .merge import accumulation_dtype
 from .rows import Rows
 
@@ -67,7 +67,7 @@ class BatchedTiles:
         return like.new_empty(sizes, dtype=dtype) if self.covered else like.new_zeros(sizes, dtype=dtype)
 
     def forward(
-        self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, scale: float, totals: Results | None = None
+        self, kernel: TileKernel, q: Tensor, k: Tensor, v: Tensor, scale: float, totals: Results | None = None
     ) -> Results:
         if self.takes_views:
             return kernel.forward(q, k, v, KernelCall(self.batches[0].shape, scale), totals)
@@ -89,7 +89,7 @@ class BatchedTiles:
         return totals or (total.to(q.dtype), lse)
 
     def backward(
-        self, kernel: Kernel, dout: Tensor, saved: Saved, scale: float, sums: Gradients | None = None
+        self, kernel: TileKernel, dout: Tensor, saved: Saved, scale: float, sums: Gradients | None = None
     ) -> Gradients:
         if self.takes_views:
             return kernel.backward(dout, saved, KernelCall(self.batches[0].shape, scale), sums)

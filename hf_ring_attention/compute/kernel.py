@@ -11,7 +11,7 @@ for the `fold_size` rows of a fold, which follow one another in q and see the sa
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -51,10 +51,16 @@ class Saved(NamedTuple):
 
 
 class Kernel(Protocol):
-    """An implementation of attention for a batch of tiles."""
+    """An implementation of attention, by which works compute their tiles."""
 
     name: str
-    joining: Hashable  # how it takes tiles: None for tiles of one shape a call, or a record of `plan/joins.py`
+    joining: (
+        Hashable  # how it takes tiles: None for tiles of one shape a call, a record of `plan/joins.py`, or `Blocks`
+    )
+
+
+class TileKernel(Kernel, Protocol):
+    """An implementation of attention for a batch of tiles."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, totals: Results | None = None) -> Results:
         """Returns out [T, H, Lq, Dv] in q's dtype and lse [T, H, Lq] in the accumulation dtype.
@@ -80,7 +86,7 @@ class Work(Protocol):
         """Whether q, k and v may be strided; else they are contiguous."""
 
     def forward(
-        self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, scale: float, totals: Results | None = None
+        self, kernel: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, totals: Results | None = None
     ) -> Results:
         """Returns out in q's dtype and lse in the accumulation dtype; rows without a key have out = 0 and lse = -inf.
 
@@ -88,7 +94,7 @@ class Work(Protocol):
         """
 
     def backward(
-        self, kernel: Kernel, dout: Tensor, saved: Saved, scale: float, sums: Gradients | None = None
+        self, kernel: Any, dout: Tensor, saved: Saved, scale: float, sums: Gradients | None = None
     ) -> Gradients:
         """Returns dq, dk and dv in q's dtype or the accumulation dtype; with `sums` in the latter, adds to these."""
 

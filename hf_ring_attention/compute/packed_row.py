@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..plan.tiles import Shape
-from .kernel import Gradients, Kernel, KernelCall, Results, Saved, added, merged
+from .kernel import Gradients, KernelCall, Results, Saved, TileKernel, added, merged
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class PackedRow:
         return cls((stops.to(device), int(stops.diff().max())), shape, padding)
 
     def forward(
-        self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, scale: float, totals: Results | None = None
+        self, kernel: TileKernel, q: Tensor, k: Tensor, v: Tensor, scale: float, totals: Results | None = None
     ) -> Results:
         call = KernelCall(self.shape, scale, sequences=self.sequences)
         out, lse = kernel.forward(q, k, v, call)
@@ -38,7 +38,7 @@ class PackedRow:
         return merged((out, lse), totals, call)
 
     def backward(
-        self, kernel: Kernel, dout: Tensor, saved: Saved, scale: float, sums: Gradients | None = None
+        self, kernel: TileKernel, dout: Tensor, saved: Saved, scale: float, sums: Gradients | None = None
     ) -> Gradients:
         call = KernelCall(self.shape, scale, sequences=self.sequences)
         dq, dk, dv = kernel.backward(dout, saved, call)

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from hf_ring_attention.compute.fused.lists import Blocks, Sizes, heads_of_an_item, work_lists
+from hf_ring_attention.compute.fused.lists import Sizes, heads_of_an_item, work_lists
 from hf_ring_attention.plan.layouts import SequenceLayout
 from hf_ring_attention.plan.patterns import Pattern
 from hf_ring_attention.plan.plans import of_heads, plan_rank, tiles_from
@@ -24,9 +24,7 @@ def pairs_of_tiles(batches, sizes):
         nq, nk = batch.num_queries, batch.num_keys
         for item in batch.items:
             for b, head, copy in itertools.product(item.batch_rows, item.heads, range(item.copies)):
-                heads = (
-                    [head] if batch.per_query_head else range(head * sizes.group, (head + 1) * sizes.group)
-                )
+                heads = [head] if batch.per_query_head else range(head * sizes.group, (head + 1) * sizes.group)
                 for i, row in itertools.product(range(nq), range(batch.fold_size)):
                     x = item.query_row + copy + i * batch.query_stride + row
                     seen = {"full": range(nk), "causal": range(i + 1), "band": range(i, i + nk - nq + 1)}[batch.shape]
@@ -146,7 +144,9 @@ def test_keys_of_a_cache(rng):
 def test_few_keys_of_many_queries_are_cut(monkeypatch):
     """Sinks of a long row are the work of many programs, not of one."""
     monkeypatch.setattr("hf_ring_attention.compute.fused.lists._MOST_ROWS", 8)
-    problem = Problem(Pattern.parse("window:4+2"), SequenceLayout("contiguous", 64, 1), (((0, 64),),), num_heads=2, num_kv_heads=1)
+    problem = Problem(
+        Pattern.parse("window:4+2"), SequenceLayout("contiguous", 64, 1), (((0, 64),),), num_heads=2, num_kv_heads=1
+    )
     monkeypatch.setattr("hf_ring_attention.compute.fused.lists._KEY_ITEMS", 100)
     sizes, blocks = Sizes(1, 2, 1, 64, 64), SMALL_BLOCKS
     batches = plan_rank(problem, 0).own

@@ -62,7 +62,10 @@ def draw_fused_case(seed, world_sizes=(1, 1, 1, 1, 1, 1, 1, 2, 2, 3, 4, 8)):
     rng = random.Random(seed)
     world_size, num_kv_heads = rng.choice(world_sizes), rng.choice([1, 1, 2, 3])
     case = with_heads(
-        rng, random_case(rng, rng.choice(DTYPES), 32 if world_size == 1 else 20), num_kv_heads * rng.choice([1, 2, 3, 4]), num_kv_heads
+        rng,
+        random_case(rng, rng.choice(DTYPES), 32 if world_size == 1 else 20),
+        num_kv_heads * rng.choice([1, 2, 3, 4]),
+        num_kv_heads,
     )
     case = replace(case, batch=min(case.batch, 2), documents=case.documents and case.documents[:2])
     ring = {
@@ -71,4 +74,3 @@ def draw_fused_case(seed, world_sizes=(1, 1, 1, 1, 1, 1, 1, 2, 2, 3, 4, 8)):
     }
     ring_case = RingCase((case,), world_size, ring, random_settings(rng), None, checkpointing=False)
     return FusedCase(random_blocks(rng), ring_case)
-

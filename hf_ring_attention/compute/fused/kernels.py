@@ -16,7 +16,7 @@ _FAR = tl.constexpr(2147483647)
 
 
 @triton.jit
-def _scores(products, inner, outer, CAPPED: tl.constexpr):
+def _log2_scores(products, inner, outer, CAPPED: tl.constexpr):
     """Returns scores, and the tanh of capped ones."""
     if CAPPED:
         tanh = 1 - 2 / (tl.exp2(products * (inner * 2.8853900817779268)) + 1)
@@ -26,7 +26,7 @@ def _scores(products, inner, outer, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def _rows(item, BLOCK_M: tl.constexpr, HEADS: tl.constexpr):
+def _query_rows(item, BLOCK_M: tl.constexpr, HEADS: tl.constexpr):
     """Returns the query rows of an item, their heads, and which of them exist."""
     first = tl.load(item)
     step = tl.load(item + 1)
@@ -38,7 +38,7 @@ def _rows(item, BLOCK_M: tl.constexpr, HEADS: tl.constexpr):
 
 
 @triton.jit
-def _seen(tile, x, exists):
+def _visible_keys(tile, x, exists):
     """Returns the key numbers [low, high) that each query row sees; an empty range for rows outside of the tile."""
     q0 = tl.load(tile)
     qs = tl.load(tile + 1)
@@ -69,7 +69,7 @@ def _stretches(low, high, inside, exists, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _load(base, rows, stride, exist, D: tl.constexpr, BLOCK_D: tl.constexpr, MASK: tl.constexpr):
+def _load_rows(base, rows, stride, exist, D: tl.constexpr, BLOCK_D: tl.constexpr, MASK: tl.constexpr):
     """Returns rows [len(rows), BLOCK_D]; the columns from D on are 0, and with MASK also rows that do not exist."""
     d = tl.arange(0, BLOCK_D)
     at = base + rows[:, None] * stride + d[None, :]
@@ -85,7 +85,7 @@ def _load(base, rows, stride, exist, D: tl.constexpr, BLOCK_D: tl.constexpr, MAS
 
 
 @triton.jit
-def _attend(
+def _attend_keys(
     acc, total, most, q, k_base, v_base, tile, skn, svn, low, high, start, stop, end, inner, outer,
     BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     CAPPED: tl.constexpr, MASK: tl.constexpr,
@@ -97,8 +97,8 @@ def _attend(
     for j0 in tl.range(start, stop, BLOCK_N, num_stages=1 if MASK else None):
         j = j0 + tl.arange(0, BLOCK_N)
         rows = (k0 + j * ks).to(tl.int64)
-        k = _load(k_base, rows, skn, j < end, D, BLOCK_D, MASK)
-        s, _ = _scores(tl.dot(q, tl.trans(k), input_precision="ieee"), inner, outer, CAPPED)
+        k = _load_rows(k_base, rows, skn, j < end, D, BLOCK_D, MASK)
+        s, _ = _log2_scores(tl.dot(q, tl.trans(k), input_precision="ieee"), inner, outer, CAPPED)
         if MASK:
             s = tl.where((j[None, :] >= low[:, None]) & (j[None, :] < high[:, None]), s, _NONE)
             top = tl.maximum(most, tl.max(s, 1))
@@ -109,7 +109,7 @@ def _attend(
         p = tl.exp2(s - base[:, None])
         factor = tl.exp2(most - base)
         total = total * factor + tl.sum(p, 1)
-        v = _load(v_base, rows, svn, j < end, DV, BLOCK_DV, MASK)
+        v = _load_rows(v_base, rows, svn, j < end, DV, BLOCK_DV, MASK)
         acc = tl.dot(p.to(v.dtype), v, acc * factor[:, None], input_precision="ieee")
         most = top
     return acc, total, most
@@ -124,12 +124,12 @@ def forward_kernel(
 ):  # fmt: skip
     """Writes out and lse of an item. With RESUME, OUT is float32, and both already have the results of other keys."""
     item = ITEMS + tl.program_id(0).to(tl.int64) * 8
-    x, head, exists = _rows(item, BLOCK_M, HEADS)
+    x, head, exists = _query_rows(item, BLOCK_M, HEADS)
     b = tl.load(item + 3).to(tl.int64)
     hk = tl.load(item + 5).to(tl.int64)
     d = tl.arange(0, BLOCK_DV)
     xl = x.to(tl.int64)
-    q = _load(Q + b * sqb, head * sqh + xl * sqn, 1, exists, D, BLOCK_D, True)
+    q = _load_rows(Q + b * sqb, head * sqh + xl * sqn, 1, exists, D, BLOCK_D, True)
     lses = LSE + b * slb + head * slh + xl
     mask = exists[:, None] & (d < DV)[None, :]
     if RESUME:
@@ -145,17 +145,17 @@ def forward_kernel(
     v_base = V + b * svb + hk * svh
     for reference in range(tl.load(item + 6), tl.load(item + 7)):
         tile = TILES + tl.load(REFERENCES + reference) * 12
-        low, high, inside = _seen(tile, x, exists)
+        low, high, inside = _visible_keys(tile, x, exists)
         start, left, right, stop = _stretches(low, high, inside, exists, BLOCK_N)
-        acc, total, most = _attend(
+        acc, total, most = _attend_keys(
             acc, total, most, q, k_base, v_base, tile, skn, svn, low, high, start, left, stop, inner, outer,
             BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, CAPPED, True,
         )  # fmt: skip
-        acc, total, most = _attend(
+        acc, total, most = _attend_keys(
             acc, total, most, q, k_base, v_base, tile, skn, svn, low, high, left, right, stop, inner, outer,
             BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, CAPPED, False,
         )  # fmt: skip
-        acc, total, most = _attend(
+        acc, total, most = _attend_keys(
             acc, total, most, q, k_base, v_base, tile, skn, svn, low, high, right, stop, stop, inner, outer,
             BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, CAPPED, True,
         )  # fmt: skip
@@ -176,33 +176,33 @@ def dq_kernel(
 ):  # fmt: skip
     """Writes dq of an item, and DELTA, the row sums of dout * out. With RESUME, dq is added to DQ, which is float32."""
     item = ITEMS + tl.program_id(0).to(tl.int64) * 8
-    x, head, exists = _rows(item, BLOCK_M, HEADS)
+    x, head, exists = _query_rows(item, BLOCK_M, HEADS)
     b = tl.load(item + 3).to(tl.int64)
     hk = tl.load(item + 5).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     xl = x.to(tl.int64)
-    do = _load(DO + b * sdb, head * sdh + xl * sdn, 1, exists, DV, BLOCK_DV, True)
-    out = _load(OUT + b * sob, head * soh + xl * son, 1, exists, DV, BLOCK_DV, True)
+    do = _load_rows(DO + b * sdb, head * sdh + xl * sdn, 1, exists, DV, BLOCK_DV, True)
+    out = _load_rows(OUT + b * sob, head * soh + xl * son, 1, exists, DV, BLOCK_DV, True)
     delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
     of_row = b * slb + head * slh + xl
     tl.store(DELTA + of_row, delta, mask=exists)
-    q = _load(Q + b * sqb, head * sqh + xl * sqn, 1, exists, D, BLOCK_D, True)
+    q = _load_rows(Q + b * sqb, head * sqh + xl * sqn, 1, exists, D, BLOCK_D, True)
     lse = tl.load(LSE + of_row, mask=exists, other=float("inf")) / _LOG2
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     k_base = K + b * skb + hk * skh
     v_base = V + b * svb + hk * svh
     for reference in range(tl.load(item + 6), tl.load(item + 7)):
         tile = TILES + tl.load(REFERENCES + reference) * 12
-        low, high, inside = _seen(tile, x, exists)
+        low, high, _inside = _visible_keys(tile, x, exists)
         k0 = tl.load(tile + 4)
         ks = tl.load(tile + 5)
         stop = tl.max(high, 0)
         for j0 in range(tl.min(low, 0), stop, BLOCK_N):
             j = j0 + tl.arange(0, BLOCK_N)
             rows = (k0 + j * ks).to(tl.int64)
-            k = _load(k_base, rows, skn, j < stop, D, BLOCK_D, True)
-            v = _load(v_base, rows, svn, j < stop, DV, BLOCK_DV, True)
-            s, tanh = _scores(tl.dot(q, tl.trans(k), input_precision="ieee"), inner, outer, CAPPED)
+            k = _load_rows(k_base, rows, skn, j < stop, D, BLOCK_D, True)
+            v = _load_rows(v_base, rows, svn, j < stop, DV, BLOCK_DV, True)
+            s, tanh = _log2_scores(tl.dot(q, tl.trans(k), input_precision="ieee"), inner, outer, CAPPED)
             seen = (j[None, :] >= low[:, None]) & (j[None, :] < high[:, None])
             p = tl.where(seen, tl.exp2(s - lse[:, None]), 0.0)
             # Rows without a key may have any numbers in dout.
@@ -242,8 +242,8 @@ def dkdv_kernel(
     hi0 = tl.load(tile + 8)
     hs = tl.load(tile + 9)
     rows = (tl.load(tile + 4) + n * tl.load(tile + 5)).to(tl.int64)
-    k = _load(K + b * skb + hk * skh, rows, skn, exist, D, BLOCK_D, True)
-    v = _load(V + b * svb + hk * svh, rows, svn, exist, DV, BLOCK_DV, True)
+    k = _load_rows(K + b * skb + hk * skh, rows, skn, exist, D, BLOCK_D, True)
+    v = _load_rows(V + b * svb + hk * svh, rows, svn, exist, DV, BLOCK_DV, True)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     end = tl.load(item + 7)
@@ -252,12 +252,12 @@ def dkdv_kernel(
         exists = (r < end) & (number // HEADS < BLOCK_M // HEADS)
         i = r // fold
         x = (q0 + i * qs + r - i * fold).to(tl.int64)
-        q = _load(Q + b * sqb, head * sqh + x * sqn, 1, exists, D, BLOCK_D, True)
-        do = _load(DO + b * sdb, head * sdh + x * sdn, 1, exists, DV, BLOCK_DV, True)
+        q = _load_rows(Q + b * sqb, head * sqh + x * sqn, 1, exists, D, BLOCK_D, True)
+        do = _load_rows(DO + b * sdb, head * sdh + x * sdn, 1, exists, DV, BLOCK_DV, True)
         of_row = b * slb + head * slh + x
         lse = tl.load(LSE + of_row, mask=exists, other=float("inf")) / _LOG2
         delta = tl.load(DELTA + of_row, mask=exists, other=0.0)
-        s, tanh = _scores(tl.dot(k, tl.trans(q), input_precision="ieee"), inner, outer, CAPPED)
+        s, tanh = _log2_scores(tl.dot(k, tl.trans(q), input_precision="ieee"), inner, outer, CAPPED)
         seen = (n[:, None] >= (lo0 + ls * i)[None, :]) & (n[:, None] < (hi0 + hs * i)[None, :]) & exists[None, :]
         p = tl.where(seen, tl.exp2(s - lse[None, :]), 0.0)
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")

@@ -10,8 +10,8 @@ program of a kernel computes an item. A launch has no query row of a head twice,
 launch of a rank has all rows, also those without tiles. Rows of dilated queries are far apart, so launches of their own, which
 resume the results of the first, take them in blocks of one residue.
 
-A *key item* is a block of keys of a tile: tile, j0, count, b, hq, hk, and a range of the tile's query rows, counted along folds,
-that see some of these keys. Few keys that many queries see, as sinks are, would be long work for one program: it is cut.
+A *key item* is a block of keys of a tile: tile, j0, count, b, hq, hk, and a range of the tile's query rows that see some of
+these keys, counted along folds. Few keys that many queries see, as sinks are, would be long work for one program: it is cut.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ def _in_payload(signatures: _Signatures, sizes: Sizes, places: Places) -> _Tiles
 
 
 def _seeing(tiles: _Tiles, first: Integers, count: Integers) -> tuple[Integers, Integers]:
-    """Returns the range of query numbers that see some of `count` keys from `first` on; no query if it ends before it begins."""
+    """Returns the range of query numbers that see some of `count` keys from `first` on; it may end before it begins."""
     low = np.where(tiles.hs > 0, np.maximum(first - tiles.hi0 + 1, 0), np.where(tiles.hi0 > first, 0, tiles.nq))
     beyond = first + count - tiles.lo0
     return low, np.where(tiles.ls > 0, np.minimum(tiles.nq, beyond), np.where(beyond > 0, tiles.nq, 0))
@@ -328,11 +328,12 @@ def _launches(
 
 def _keys_read(tiles: _Tiles, tile: Integers, first: Integers, last: Integers) -> npt.NDArray[np.float32]:
     """Returns about how many keys of each tile the rows from `first` to `last` see together."""
-    lower, upper = tiles.ls / tiles.qs, tiles.hs / tiles.qs  # the ends of the keys as functions of the row
-    ends = (tiles.lo0 - lower * tiles.q0, lower, tiles.hi0 - upper * tiles.q0, upper, tiles.nk)
+    slopes = tiles.ls / tiles.qs, tiles.hs / tiles.qs  # the ends of the keys are functions of the row
+    ends = (tiles.lo0 - slopes[0] * tiles.q0, slopes[0], tiles.hi0 - slopes[1] * tiles.q0, slopes[1], tiles.nk)
     low0, lower, high0, upper, most = (x.astype(np.float32)[tile] for x in ends)
     high = np.minimum(high0 + upper * last.astype(np.float32), most)
-    return np.clip(high - np.maximum(low0 + lower * first.astype(np.float32), 0), 0, most)
+    keys: npt.NDArray[np.float32] = np.clip(high - np.maximum(low0 + lower * first.astype(np.float32), 0), 0, most)
+    return keys
 
 
 def _key_items(tiles: _Tiles, signatures: _Signatures, blocks: Blocks, first_number: int) -> Integers:

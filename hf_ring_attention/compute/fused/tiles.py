@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -82,12 +82,12 @@ class FusedTiles:
         q, k, v = (_with_rows(x) for x in (q, k, v))
         if totals is None:
             dtype = q.dtype if len(self.launches) == 1 else torch.float32
-            results = _by_token(q, v.shape[-1], dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
+            results = _stored_by_token(q, v.shape[-1], dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
         else:
             results = totals
         out, lse = results
         for number, launch in enumerate(self.launches):
-            _run(
+            _launch(
                 kernel.forward_kernel, launch, kernel, self.blocks, q, v,
                 (q, k, v, out, lse, launch.items, launch.references, self.tiles, *kernel.factors(scale)),
                 (*_strides(q), *self._key_strides(k), *self._key_strides(v), *_strides(out), *lse.stride()[:2]),
@@ -102,7 +102,7 @@ class FusedTiles:
         q, k, v, out, dout = (_with_rows(x) for x in (*saved[:4], dout))
         lse = saved.lse
         if sums is None:
-            dq = _by_token(q, q.shape[-1], q.dtype if len(self.launches) == 1 else torch.float32)
+            dq = _stored_by_token(q, q.shape[-1], q.dtype if len(self.launches) == 1 else torch.float32)
             dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
         else:
             dq, dk, dv = sums
@@ -110,14 +110,14 @@ class FusedTiles:
         factors = (*kernel.factors(scale), scale)
         rows = (*_strides(q), *self._key_strides(k), *self._key_strides(v))
         for number, launch in enumerate(self.launches):
-            _run(
+            _launch(
                 kernel.dq_kernel, launch, kernel, self.blocks, q, v,
                 (q, k, v, out, dout, lse, delta, dq, launch.items, launch.references, self.tiles, *factors),
                 (*rows, *_strides(out), *_strides(dout), *lse.stride()[:2], *_strides(dq)),
                 RESUME=sums is not None or number > 0,
             )  # fmt: skip
         for launch in self.key_launches:
-            _run(
+            _launch(
                 kernel.dkdv_kernel, launch, kernel, self.blocks, q, v,
                 (q, k, v, dout, lse, delta, dk, dv, launch.items, self.tiles, *factors),
                 (*rows, *_strides(dout), *lse.stride()[:2], *self._key_strides(dk), *self._key_strides(dv)),
@@ -146,7 +146,7 @@ def _strides(x: Tensor) -> tuple[int, int, int]:
     return batch, head, row
 
 
-def _by_token(q: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+def _stored_by_token(q: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     """Returns a new tensor [B, H, n, width] that is stored by token, as models take it."""
     batch, heads, tokens, _ = q.shape
     return q.new_empty(batch, tokens, heads, width, dtype=dtype).transpose(1, 2)
@@ -161,7 +161,7 @@ def _on_device(x: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(x.device) if x.is_cuda else _INTERPRETER
 
 
-def _run(
+def _launch(
     function: Any, launch: FusedLaunch, kernel: Fused, blocks: Blocks, q: Tensor, v: Tensor,
     tensors: tuple[Any, ...], strides: tuple[int, ...], **constants: bool,
 ) -> None:  # fmt: skip
@@ -199,7 +199,8 @@ class Fused:
     def __init__(self, blocks: Blocks, softcap: float | None = None) -> None:
         from . import kernels  # Triton is not there on every machine.
 
-        self.joining, self.softcap = blocks, softcap
+        self.joining: Hashable = blocks
+        self.softcap = softcap
         self.forward_kernel: Any = kernels.forward_kernel
         self.dq_kernel: Any = kernels.dq_kernel
         self.dkdv_kernel: Any = kernels.dkdv_kernel
@@ -207,4 +208,3 @@ class Fused:
     def factors(self, scale: float) -> tuple[float, float]:
         """Returns the factors of scores inside and outside of the cap, in units of log(2)."""
         return (scale * _LOG2_E, 1.0) if self.softcap is None else (scale / self.softcap, self.softcap * _LOG2_E)
-
