@@ -79,14 +79,16 @@ ALL_STEPS = [
 ]
 
 
-def model_of(shape: Shape, tokens: int, checkpointing: bool = True, keep_attention: bool = True) -> Any:
-    """Returns a Llama of 4 layers with the heads of the shape, with random weights, which are always the same."""
+def model_of(
+    shape: Shape, tokens: int, checkpointing: bool = True, keep_attention: bool = True, **sizes: Any
+) -> LlamaForCausalLM:
+    """Returns a Llama of 4 layers, or other `sizes`, with the heads of the shape and always the same random weights."""
     torch.manual_seed(0)
-    width = shape.heads * shape.head_dim
-    sizes = {"vocab_size": 8192, "hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": 4}
+    width, few = shape.heads * shape.head_dim, {"vocab_size": 8192, "num_hidden_layers": 4}
     heads = {"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim}
-    config = LlamaConfig(**sizes, **heads, max_position_embeddings=tokens, use_cache=False)
-    model = LlamaForCausalLM(config).to(shape.device, getattr(torch, shape.dtype)).train()
+    few |= {"hidden_size": width, "intermediate_size": 3 * width, **heads, "max_position_embeddings": tokens}
+    with torch.device(shape.device):
+        model = LlamaForCausalLM(LlamaConfig(**few | sizes, use_cache=False)).to(getattr(torch, shape.dtype)).train()
     if checkpointing:  # Transformers 5.23 renamed it.
         options = {"use_reentrant": False} | ({"context_fn": ra.keep_attention} if keep_attention else {})
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(options)

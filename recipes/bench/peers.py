@@ -28,11 +28,11 @@ PATTERNS = ["exact", "pyramid:512,3", "window:512"]
 WAYS = ("ring", "collective", "heads", "zigzag")
 
 
-def packed_row(tokens: int) -> list[tuple[int, int]]:
-    """Returns documents of log-normal lengths that fill a row, with a median of a sixtieth of it."""
+def packed_row(tokens: int, share: int = 60) -> list[tuple[int, int]]:
+    """Returns documents of log-normal lengths that fill a row; the row has `share` times their median."""
     draw, documents, end = random.Random(0), [], 0
     while end < tokens:
-        stop = min(tokens, end + max(1, round(tokens / 60 * draw.lognormvariate(0, 1))))
+        stop = min(tokens, end + max(1, round(tokens / share * draw.lognormvariate(0, 1))))
         documents.append((end, stop))
         end = stop
     return documents

@@ -1,0 +1,353 @@
+"""Errors, speed, memory and training steps on one GPU, in a run of at most nine minutes that installs nothing.
+
+On a GPU:            make gpu
+In less time:        make gpu GPU_ARGS="--seconds 300 --json figures.json"
+A dry run, any CPU:  make gpu GPU_ARGS=--small
+
+Each table is printed as soon as it is measured, and a JSON file has all figures so far. The run names every part that time,
+memory or packages do not allow. It prints goals beside the results, and fails only for wrong numbers and errors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import itertools
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from memory import model_of
+from peers import packed_row
+from speed import LIMITS, sdpa
+from timing import Shape, held_memory, reset_peak, table
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import GenerationMixin
+
+import hf_ring_attention as ra
+
+ROOT, GIB = Path(__file__).parents[2], 2**30
+CUDA = torch.cuda.is_available()
+DEVICE, DTYPE = ("cuda", "bfloat16") if CUDA else ("cpu", "float32")
+#: Kernels that a device may have. A ring refuses the others, with its reason.
+KERNELS = ("auto", "fused", "cudnn", "cuda_flash", "cuda_efficient", "math") if CUDA else ("auto", "cpu_flash", "math")
+CHOOSABLE = "kernel" in inspect.signature(ra.Ring.alone).parameters
+BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION if CUDA else SDPBackend.MATH)
+#: Patterns, whether rows have many documents, and goals: shares of the speed of SDPA's faster backend, 0 for no goal.
+GOALS = [("exact", False, 0.95), ("exact", True, 0.5), ("window:512+4", False, 0.45), ("window:512+4", True, 0.45)]
+GOALS += [("window:4096+4", False, 0), ("pyramid:512,3", False, 0.45), ("pyramid:512,3", True, 0.45)]
+GOALS += [("longnet:2048/1,8192/4,32768/16", False, 0.55)]
+SPEED = ("forward ms", "both ms", "forward TF/s", "both TF/s", "host ms", "peak GiB")
+WAYS = ("sdpa", "exact", "window:512+4", "pyramid:512,3")
+STEP = ("ms", "tokens/s", "host ms", "peak GiB", "estimate", "loss")
+#: Head sizes and other sizes of the models that are trained.
+LLAMAS: dict[str, tuple[int, dict[str, Any]]] = {
+    "1B": (64, {"intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256, "tie_word_embeddings": True}),
+    "8B, 4 layers": (128, {"intermediate_size": 14336, "vocab_size": 128256}),
+}
+TINY = {"vocab_size": 128, "num_hidden_layers": 1}
+
+
+def ring_by(kernel: str) -> ra.Ring:
+    """Returns the ring of this process alone, which computes by a kernel."""
+    return ra.Ring.alone(kernel=kernel) if CHOOSABLE else ra.Ring.alone()
+
+
+class Report:
+    """The figures so far, the parts that were left out, and those that are wrong."""
+
+    def __init__(self, seconds: float, small: bool, file: Path) -> None:
+        self.end, self.small, self.file = time.monotonic() + seconds, small, file
+        self.figures: dict[str, Any] = {"left out": {}, "wrong": {}, "speed": [], "steps": []}
+        self.shape = Shape(4, 2, 16, DTYPE, DEVICE) if small else Shape(32, 8, 128, DTYPE, DEVICE)
+
+    @property
+    def left(self) -> float:
+        """The seconds that are left."""
+        return max(0.0, self.end - time.monotonic())
+
+    def note(self, kind: str, name: str, reason: str) -> None:
+        """Names a part that is "left out" or "wrong", with the reason."""
+        self.figures[kind][name] = reason
+        print(f"{kind}: {name}: {reason}", flush=True)
+
+    def run(self, name: str, seconds: float, part: Callable[..., Any], *args: Any) -> Any:
+        """Returns the answer of a part, None if it takes longer than is left or fails; writes all figures."""
+        answer = None
+        try:
+            if seconds < self.left:
+                answer = part(*args)
+            else:
+                self.note("left out", name, f"it takes about {seconds:.0f} s, and {self.left:.0f} s are left")
+        except torch.OutOfMemoryError:
+            self.note("left out", name, "the device has too little memory")
+        except Exception as error:  # Other parts still have figures.
+            self.note("wrong", name, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        self.file.write_text(re.sub(r"\bNaN\b", "null", json.dumps(self.figures, indent=1)) + "\n", "utf-8")
+        return answer
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, float]:
+    """Returns the milliseconds of a call, and those of the host until the work of one call is queued."""
+
+    def run(count: int) -> tuple[float, float]:
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        queued = time.perf_counter() - start
+        if CUDA:
+            torch.cuda.synchronize()
+        return 1000 * (time.perf_counter() - start) / count, 1000 * queued / count
+
+    first = run(1)  # Kernels compile, and plans are made.
+    one, host = first if first[0] > 2000 else run(1)
+    return (run(min(20, int(500 / one)))[0] if one < 250 else one), host
+
+
+def machine(report: Report) -> None:
+    """Prints versions, and two ceilings: a product of matrices, and a copy."""
+    names = [name for name in ("torch", "transformers", "accelerate", "triton", "numpy") if find_spec(name)]
+    found = {
+        "device": torch.cuda.get_device_name() if CUDA else f"{os.cpu_count()} cores",
+        "python": sys.version.split()[0],
+    }
+    found |= {name: importlib.import_module(name).__version__ for name in names}
+    found |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())} if CUDA else {}
+    side, size = (256, 1 << 20) if report.small else (8192, 1 << 30)
+    a = torch.randn(side, side, device=DEVICE, dtype=getattr(torch, DTYPE))
+    x, y = torch.empty(2, size, dtype=torch.uint8, device=DEVICE)
+    found["product of matrices"] = f"{2e-9 * side**3 / timed(lambda: a @ a)[0]:.3g} TFLOP/s"
+    found["copy"] = f"{2e-6 * size / timed(lambda: y.copy_(x))[0]:.4g} GB/s, read and written"
+    report.figures["machine"] = found
+    print(*(f"{name:20} {text}" for name, text in found.items()), sep="\n")
+
+
+def apart(found: Tensor, expected: Tensor) -> float:
+    """Returns the error of a tensor, relative to the norm of the expected one."""
+    expected = expected.detach().double()
+    return float((found.detach().to(expected) - expected).norm() / expected.norm())
+
+
+def results(tensors: Sequence[Tensor], ring: ra.Ring, **options: Any) -> list[Tensor]:
+    """Returns out, lse, dq, dk and dv."""
+    *leaves, dout = tensors
+    out, lse = ra.ring_attention(*leaves, ring=ring, return_lse=True, **options)
+    return [out, lse, *torch.autograd.grad(out, leaves, dout)]
+
+
+def errors(report: Report) -> None:
+    """Compares every kernel that the device has with float64 on the CPU, which the tests compare with the definition."""
+    tokens, shape, rows = 80 if report.small else 1000, Shape(4, 1, report.shape.head_dim, DTYPE, DEVICE), []
+    for text, packed in itertools.product(("exact", "window:64+4", "pyramid:32,3", "longnet:64/1,256/4"), (0, 1)):
+        ends = (0, 1, 2, tokens // 2, tokens // 2 + 1, tokens) if packed else (0, tokens)
+        tensors, call = shape.tensors(tokens), {"pattern": text, "documents": [[*itertools.pairwise(ends)]]}
+        expected = results([x.detach().cpu().double().requires_grad_() for x in tensors], ra.Ring.alone(), **call)
+        for kernel in KERNELS if CHOOSABLE else ("auto",):
+            name = f"kernel {kernel}, {text}{', packed' * packed}"
+            try:
+                far = [*map(apart, results(tensors, ring_by(kernel), **call), expected)]
+            except (ValueError, NotImplementedError) as refusal:
+                report.note("left out", name, " ".join(str(refusal).split()))
+                continue
+            rows.append((name, *(f"{x:.1e}" for x in far)))
+            if not all(x <= LIMITS[DTYPE] for x in far):
+                report.note(
+                    "wrong", name, f"errors of out, lse, dq, dk, dv: {far}; at most {LIMITS[DTYPE]} is expected"
+                )
+    report.figures["errors"] = sorted(rows)
+    table(f"Errors relative to float64; the bound is {LIMITS[DTYPE]}", f"{DTYPE}|out|lse|dq|dk|dv", sorted(rows))
+
+
+def tests(report: Report, *files: str) -> None:
+    """Runs the tests that are marked cuda; a file that imports a missing package is named."""
+    if not find_spec("pytest"):
+        return report.note("left out", "tests", "pytest is missing")
+    marked = [str(path) for path in sorted(ROOT.glob("tests/*/test_*.py")) if "mark.cuda" in path.read_text("utf-8")]
+    words = ["-m", "pytest", "-q", "-m", "cuda", "--all", "--continue-on-collection-errors", "-p", "no:cacheprovider"]
+    words += [*(["-n", "4"] if CUDA and find_spec("xdist") else []), *(files or marked[: 1 if report.small else None])]
+    limit = max(1.0, min(150.0, report.left - 30))
+    with tempfile.TemporaryFile("w+") as printed:
+        process = subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=printed, stderr=subprocess.STDOUT)
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            report.note("left out", "tests", f"those that had not ended after {limit:.0f} s")
+            process.send_signal(signal.SIGINT)  # pytest then lists the failures so far.
+            process.wait(20)
+        finally:
+            process.kill()
+        printed.seek(0)
+        text = printed.read().strip()
+    for kind, name, reason in re.findall(r"^(FAILED|ERROR) (\S+)(?: - (.*))?$", text, re.MULTILINE):
+        missing = re.search(r"No module named '(\w+)", reason) if kind == "ERROR" else None
+        report.note(*("left out", name, f"{missing[1]} is missing") if missing else ("wrong", name, reason))
+    report.figures["tests"] = last = text.rpartition("\n")[2].strip("= ")
+    print(last)
+    if not re.search(r"\d+ (passed|skipped|deselected|error)", last):
+        report.note("wrong", "tests", "pytest did not run")
+
+
+def by_backend(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Returns exact attention by a backend of torch."""
+    with sdpa_kernel(backend):
+        return sdpa(q, k, v)
+
+
+def times_of(attend: Callable[..., Any], tensors: Sequence[Tensor], flops: float) -> dict[str, float]:
+    """Returns the times and rates of a call, and its peak of memory beside its inputs."""
+    *inputs, dout = tensors
+    forward, _ = timed(lambda: attend(*inputs))
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    held = reset_peak(DEVICE)
+    both, host = timed(lambda: torch.autograd.grad(attend(*leaves), leaves, dout))
+    peak = (held_memory(DEVICE, peak=True) - held) / GIB if CUDA else math.nan
+    return dict(zip(SPEED, (forward, both, flops / forward / 1e9, 3.5 * flops / both / 1e9, host, peak)))
+
+
+def speed(report: Report, tokens: int) -> None:
+    """Times attention, forward and backward."""
+    shape, every, rows = report.shape, report.figures["speed"], []
+    # The numbers of a token lie side by side, as models store them.
+    tensors = [x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in shape.tensors(tokens)]
+
+    def measure(name: str, attend: Callable[..., Any], pairs: float, goal: float = 0) -> None:
+        before = next((x for x in reversed(every) if x["name"] == name), {"both ms": 0, "pairs": 1})
+        seconds = 3 + 0.004 * before["both ms"] * pairs / before["pairs"]
+        flops = 4 * shape.head_dim * shape.heads * pairs
+        if times := report.run(f"{name}, {tokens} tokens", seconds, times_of, attend, tensors, flops):
+            best = max((x["both TF/s"] for x in rows if "sdpa" in x["name"]), default=times["both TF/s"])
+            share = math.nan if "sdpa" in name else times["both TF/s"] / best
+            reached = f"{goal} {'met' if share >= goal else 'missed'}" if goal else ""
+            rows.append({"name": name, "tokens": tokens, "pairs": pairs, **times, "of SDPA": share, "goal": reached})
+            every.append(rows[-1])
+
+    for backend in BACKENDS:
+        measure(f"sdpa {backend.name.split('_')[0].lower()}", partial(by_backend, backend), tokens * (tokens + 1) / 2)
+    for text, packed, goal in GOALS:
+        documents = packed_row(tokens, 5 if report.small else 190) if packed else [(0, tokens)]
+        share = partial(ra.Pattern.parse(text).flop_share, num_heads=shape.heads, num_kv_heads=shape.kv_heads)
+        pairs = sum(share(n) * n * (n + 1) / 2 for n in (stop - start for start, stop in documents))
+        name = f"{text}, {len(documents)}" if packed else text
+        call = partial(ra.ring_attention, pattern=text, documents=[documents])
+        measure(name, auto := partial(call, ring=ring_by("auto")), pairs, goal)
+        if CHOOSABLE and "kernel fused" not in report.figures["left out"] and report.left > 30:
+            fused = partial(call, ring=ring_by("fused"))
+            ends = [x(*tensors[:3])[:, :, -1024:].detach() for x in (auto, fused)]
+            if not apart(*ends) <= LIMITS[DTYPE]:
+                report.note("wrong", f"{name}, {tokens} tokens", "the kernels fused and auto have different results")
+            if not torch.equal(*ends):  # The same kernel would give the same bits.
+                measure(f"{name}, fused", fused, pairs, goal)
+    table(
+        f"Attention of {tokens} tokens, {shape.heads} / {shape.kv_heads} heads x {shape.head_dim}, {DTYPE}",
+        "pattern|fwd\nms|both\nms|fwd\nTF/s|both\nTF/s|of\nSDPA|\ngoal|host\nms|peak\nGiB",
+        [[row[x] for x in ("name", *SPEED[:4], "of SDPA", "goal", *SPEED[4:])] for row in rows],
+        "Both: forward and backward. TF/s: TFLOP/s of the pairs that queries see. Of SDPA: of its faster backend's.",
+    )
+
+
+def times_of_step(way: str, shape: Shape, tokens: int, sizes: dict[str, Any]) -> dict[str, float]:
+    """Returns the first loss under an attention, and the time, the peak and its estimate of later steps."""
+    model = model_of(shape, tokens, keep_attention=way != "sdpa", **sizes)
+    ids = torch.randint(model.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    optimizer, estimate = torch.optim.AdamW(model.parameters(), 1e-6), math.nan
+    if way != "sdpa":
+        ra.patch_model(model, way, ring=ring_by("auto"))
+        setting: Any = {"dtype": DTYPE, "master_dtype": DTYPE, "device": DEVICE, "parallel": "ddp"}
+        estimate = ra.estimate(model.config, tokens, pattern=way, **setting).peak / GIB
+
+    def step() -> Tensor:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    loss = float(step())
+    reset_peak(DEVICE)
+    ms, host = timed(step)
+    peak = held_memory(DEVICE, peak=True) / GIB if CUDA else math.nan
+    return dict(zip(STEP, (ms, 1000 * tokens / ms, host, peak, estimate, loss)))
+
+
+def steps(report: Report) -> None:
+    """Times training steps with checkpointing, and compares their peaks with the estimate."""
+    tokens, rows = 256 if report.small else 32768, report.figures["steps"]
+    for name, (head_dim, sizes) in LLAMAS.items():
+        model = (report.shape, tokens, TINY) if report.small else (Shape(32, 8, head_dim, DTYPE, DEVICE), tokens, sizes)
+        for way in WAYS:
+            if step := report.run(f"step of {name}, {way}", 25, times_of_step, way, *model):
+                rows.append({"name": f"{name}, {way}", **step})
+        losses = [x["loss"] for x in rows if x["name"] in (f"{name}, sdpa", f"{name}, exact")]
+        if losses and not max(losses) / min(losses) - 1 <= LIMITS[DTYPE]:
+            report.note("wrong", f"step of {name}", f"the losses of sdpa and of exact attention differ: {losses}")
+    title = f"A training step of {tokens} tokens with checkpointing, {DTYPE}; sdpa forms all logits at once"
+    table(title, "|".join(("model, attention", *STEP)), [[x[y] for y in ("name", *STEP)] for x in rows])
+
+
+def generated(model: Any, ids: Tensor, ring: ra.Ring) -> Tensor:
+    """Returns the tokens that follow a prefill over a ring."""
+    ra.patch_model(model.eval(), ring=ring)
+    parameters = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    cache = {"cache" if "cache" in parameters else "past_key_values": ra.prefill(model, ids[:, :-1])}
+    return model.generate(ids, **cache, max_new_tokens=4, do_sample=False, pad_token_id=0)
+
+
+def group(report: Report) -> None:
+    """Uses a process group of this process: agreement, a gather, a training step, prefill and decoding."""
+    backend, shape = "nccl" if CUDA else "gloo", Shape(4, 2, 16, DTYPE, DEVICE)
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+        rings, rows = (ra.Ring(), ra.Ring.alone()), torch.arange(8.0, device=DEVICE)
+        model, ids = model_of(shape, 64, **TINY), torch.arange(3, 35, device=DEVICE)[None]
+        losses = [ra.patch_model(model, "window:8+2", ring=ring)(input_ids=ids, labels=ids).loss for ring in rings]
+        losses[0].backward()
+        same = {"agreement": rings[0].communicator.gather_objects("a") == ["a"]}
+        same |= {"gather": torch.equal(rings[0].communicator.gather(rows)[0], rows), "step": torch.equal(*losses)}
+        same["prefill and decoding"] = torch.equal(*(generated(model, ids, ring) for ring in rings))
+        dist.destroy_process_group()
+    report.figures["group"] = {"backend": backend, **same}
+    print(f"{backend}, one process: {', '.join(f'{name} {is_same}' for name, is_same in same.items())}")
+    if not all(same.values()):
+        report.note("wrong", "process group", f"{backend} gives other results than no group: {same}")
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Runs all sections, and ends with status 1 for wrong numbers and errors."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=540, help="the most seconds of the run (default: 540)")
+    parser.add_argument("--small", action="store_true", help="every section at small sizes, also on a CPU")
+    default = Path(os.environ.get("OUT", "."), "gpu.json")
+    parser.add_argument("--json", type=Path, default=default, help="default: gpu.json, in the folder $OUT or this one")
+    args = parser.parse_args(words)
+    if not (CUDA or args.small):
+        parser.error("expected a GPU, found none: use --small for a dry run on the CPU")
+    report = Report(args.seconds, args.small, args.json)
+    short = [(f"speed, {x} tokens", speed, x) for x in ((256, 512) if args.small else (8192, 32768, 131072))]
+    long = ("speed of the longest rows", speed, 1024 if args.small else 524288)
+    sections: list[Any] = [("versions and ceilings", machine), ("errors", errors), ("tests marked cuda", tests)]
+    for name, section, *arguments in (*sections, *short, ("training steps", steps), ("process group", group), long):
+        print(f"== {name}, {report.left:.0f} s left", flush=True)
+        report.run(name, 5, section, report, *arguments)
+    goals = [row["goal"].endswith("met") for row in report.figures["speed"] if row["goal"]]
+    left_out, wrong = (len(report.figures[kind]) for kind in ("left out", "wrong"))
+    print(f"{sum(goals)} of {len(goals)} goals met, {left_out} parts left out, {wrong} wrong; figures in {args.json}")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
