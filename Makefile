@@ -14,7 +14,7 @@ PIP := -m pip --disable-pip-version-check --quiet --quiet install
 # The releases that passed the tests, of all packages but torch. `make pin` writes this file.
 PINNED := --constraint tests/newest.txt
 
-.PHONY: demo test test-min test-newest test-slow fuzz lint audit bench models pin clean
+.PHONY: demo test test-min test-newest test-slow fuzz lint audit bench gpu models pin clean
 
 demo: $(READY)
 	$(BIN)/python recipes/demo.py
@@ -77,6 +77,12 @@ BENCH ?= speed operations ideal memory peers systems
 bench: $(READY)
 	@echo "== measuring $(BENCH): about 7 minutes on two idle cores for all six"
 	@for program in $(BENCH); do echo "== recipes/bench/$$program.py"; $(BIN)/python recipes/bench/$$program.py || exit 1; done
+
+# Everything that a GPU can show in nine minutes, with the packages that PYTHON has: no environment is made, nothing is installed.
+# `make gpu GPU_ARGS=--small` is a dry run on a CPU.
+GPU_ARGS ?=
+gpu:
+	@PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) recipes/bench/gpu.py $(GPU_ARGS)
 
 # Runs a tiny model of every causal type of Transformers; writes models.json and MODELS.md in hf_ring_attention/hf.
 models: $(READY)

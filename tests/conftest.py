@@ -9,24 +9,29 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
-from hypothesis.internal.conjecture import providers
+
+try:
+    from hypothesis import HealthCheck, settings
+    from hypothesis.internal.conjecture import providers
+except ModuleNotFoundError:  # `make gpu` installs nothing, and tests marked cuda draw from `rng`.
+    settings = None
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# An operator that were compiled, or loaded because another run compiled it, would fail.
-os.environ.update(CC="no-compiler", CXX="no-compiler", TORCH_EXTENSIONS_DIR=os.path.join(os.devnull, "extensions"))
+# An operator that were compiled, or loaded because another run compiled it, would fail. Triton compiles what starts a kernel.
+if not torch.cuda.is_available():
+    os.environ.update(CC="no-compiler", CXX="no-compiler", TORCH_EXTENSIONS_DIR=os.path.join(os.devnull, "extensions"))
 
 torch.set_num_threads(1)
 gc.disable()  # until all modules have been imported, which leaves no garbage worth looking for
 
 # Hypothesis draws by the seed of the run alone: not by failures of earlier runs, which it would keep, and not by the time that
 # it takes. Derandomized, as it is by default in CI, it would draw by the code of a test instead.
-settings.register_profile(
-    "tests", database=None, deadline=None, derandomize=False, print_blob=True, suppress_health_check=list(HealthCheck)
-)
-settings.load_profile("tests")
-# Nor does it draw constants of the modules that happen to be loaded, which depend on the tests that ran before.
-pytest.MonkeyPatch().setattr(providers, "_get_local_constants", providers.Constants)
+if settings:
+    draws = {"database": None, "deadline": None, "derandomize": False, "print_blob": True}
+    settings.register_profile("tests", **draws, suppress_health_check=list(HealthCheck))
+    settings.load_profile("tests")
+    # Nor does it draw constants of the modules that happen to be loaded, which depend on the tests that ran before.
+    pytest.MonkeyPatch().setattr(providers, "_get_local_constants", providers.Constants)
 
 
 def pytest_addoption(parser):

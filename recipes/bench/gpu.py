@@ -182,7 +182,8 @@ def tests(report: Report, *files: str) -> None:
     words += [*(["-n", "4"] if CUDA and find_spec("xdist") else []), *(files or marked[: 1 if report.small else None])]
     limit = max(1.0, min(150.0, report.left - 30))
     with tempfile.TemporaryFile("w+") as printed:
-        process = subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=printed, stderr=subprocess.STDOUT)
+        settings: dict[str, Any] = {"cwd": ROOT, "stderr": subprocess.STDOUT, "env": {**os.environ, "COLUMNS": "400"}}
+        process = subprocess.Popen([sys.executable, *words], stdout=printed, **settings)
         try:
             process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -193,13 +194,15 @@ def tests(report: Report, *files: str) -> None:
             process.kill()
         printed.seek(0)
         text = printed.read().strip()
-    for kind, name, reason in re.findall(r"^(FAILED|ERROR) (\S+)(?: - (.*))?$", text, re.MULTILINE):
-        missing = re.search(r"No module named '(\w+)", reason) if kind == "ERROR" else None
+    for name, reason in re.findall(r"^(?:FAILED|ERROR) (\S+)(?: - (.*))?$", text, re.MULTILINE):
+        lines = re.search(rf"^_+ ERROR collecting {re.escape(name)} _+$(.*?)^[_=]{{3}}", text, re.MULTILINE | re.DOTALL)
+        missing = lines and re.search(r"No module named '(\w+)", lines[1])
         report.note(*("left out", name, f"{missing[1]} is missing") if missing else ("wrong", name, reason))
-    report.figures["tests"] = last = text.rpartition("\n")[2].strip("= ")
-    print(last)
-    if not re.search(r"\d+ (passed|skipped|deselected|error)", last):
-        report.note("wrong", "tests", "pytest did not run")
+    ended = re.search(r"^=* ?(\d+ (?:passed|failed|skipped|deselected|error).* in .*?)[ =]*$", text, re.MULTILINE)
+    report.figures["tests"] = ended[1] if ended else ""
+    print(report.figures["tests"])
+    if not ended:
+        report.note("wrong", "tests", f"pytest did not run: {text[-300:]}")
 
 
 def by_backend(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

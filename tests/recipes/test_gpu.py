@@ -1,0 +1,127 @@
+"""`make gpu` without a GPU: every section at small sizes, with no package that images for GPUs lack."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import gpu
+import pytest
+
+from tests.support.ranks import TIMEOUT
+
+ROOT = Path(__file__).parents[2]
+#: Packages that the run must not need; a Python that starts without them, and without pytest's plugins, which need some.
+MISSING = ("rich", "datasets", "trl", "matplotlib", "hypothesis", "peft", "gguf")
+WITHOUT = f"""
+import importlib.util, sys
+
+class Missing:
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] in {MISSING}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Missing)
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name.partition(".")[0] in {MISSING} else find(name, *rest)
+"""
+SECTIONS = ["versions and ceilings", "errors", "tests marked cuda", "speed, 256 tokens", "speed, 512 tokens"]
+SECTIONS += ["training steps", "process group", "speed of the longest rows"]
+
+
+@pytest.fixture
+def without_packages(tmp_path, monkeypatch):
+    """Programs that start in this test have none of the packages."""
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def test_a_dry_run_of_every_section(tmp_path, without_packages):
+    words = [f"PYTHON={sys.executable}", f"GPU_ARGS=--small --json {tmp_path / 'figures.json'}"]
+    done = subprocess.run(
+        ["make", "-C", ROOT, "--no-print-directory", "gpu", *words], capture_output=True, text=True, timeout=TIMEOUT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert [line[3:].rpartition(", ")[0] for line in lines if line.startswith("== ")] == SECTIONS
+    assert max(map(len, lines[:-1])) <= 100  # The last line names the file.
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["wrong"] == {}
+    assert len(figures["errors"]) == 8 * (len(gpu.KERNELS) if gpu.CHOOSABLE else 1)
+    # The file that it runs at small sizes needs none of the missing packages.
+    assert "skipped" in figures["tests"]
+    assert {row["tokens"] for row in figures["speed"]} == {256, 512, 1024}
+    for row in figures["speed"]:
+        flops = 4 * 4 * 16 * row["pairs"] / 1e9
+        assert row["forward TF/s"] == pytest.approx(flops / row["forward ms"])
+        assert row["both TF/s"] == pytest.approx(3.5 * flops / row["both ms"])
+        faster = max(x["both TF/s"] for x in figures["speed"] if "sdpa" in x["name"] and x["tokens"] == row["tokens"])
+        if "sdpa" not in row["name"]:
+            assert row["of SDPA"] == pytest.approx(row["both TF/s"] / faster)
+        if row["goal"]:
+            goal, verdict = row["goal"].split()
+            assert verdict == ("met" if row["of SDPA"] >= float(goal) else "missed")
+    assert len(figures["steps"]) == len(gpu.LLAMAS) * len(gpu.WAYS)
+    assert all(figures["group"].values())
+
+
+@pytest.fixture
+def report(tmp_path):
+    return gpu.Report(60, True, tmp_path / "figures.json")
+
+
+def test_missing_packages_are_named(report, without_packages, monkeypatch, capsys):
+    gpu.tests(report, "tests/plan/test_notation.py", "tests/training/test_stock_trainers.py")
+    left_out = {"tests/plan/test_notation.py": "hypothesis is missing"}
+    assert report.figures["left out"] == left_out | {"tests/training/test_stock_trainers.py": "datasets is missing"}
+    assert report.figures["wrong"] == {}
+    assert "left out: tests/plan/test_notation.py: hypothesis is missing" in capsys.readouterr().out
+    monkeypatch.setattr(gpu, "find_spec", lambda name: None)
+    gpu.tests(report)
+    assert report.figures["left out"]["tests"] == "pytest is missing"
+
+
+def test_failed_tests_and_wrong_numbers_are_named(report, monkeypatch, tmp_path, capsys):
+    (tmp_path / "conftest.py").write_text(
+        "def pytest_addoption(parser):\n    parser.addoption('--all', action='store_true')"
+    )
+    marked = "@pytest.mark.cuda\ndef test_{}():\n    assert {} == 2\n"
+    (tmp_path / "test_one.py").write_text("import pytest\n" + marked.format("wrong", 1) + marked.format("right", 2))
+    gpu.tests(report, f"--rootdir={tmp_path}", str(tmp_path))
+    assert [*report.figures["wrong"].values()] == ["assert 1 == 2"]
+    assert "1 failed, 1 passed" in report.figures["tests"]
+    whole = gpu.ra.ring_attention
+    monkeypatch.setattr(gpu.ra, "ring_attention", lambda *x, **y: tuple(1.01 * z for z in whole(*x, **y)))
+    monkeypatch.setattr(gpu, "LIMITS", {"float32": -1.0})
+    gpu.errors(report)
+    assert len(report.figures["wrong"]) == 9
+
+
+def test_errors_and_missing_time_leave_figures(report, capsys):
+    def fails():
+        raise gpu.torch.OutOfMemoryError("no memory")
+
+    assert report.run("much", 1, fails) is None
+    assert report.run("late", 10**6, fails) is None
+    assert report.run("wrong", 1, lambda: 1 // 0) is None
+    report.figures["number"] = float("nan")
+    assert report.run("right", 1, lambda: 5) == 5
+    figures = json.loads(report.file.read_text())
+    assert figures["left out"].keys() == {"much", "late"} and figures["number"] is None
+    assert figures["wrong"] == {"wrong": "ZeroDivisionError: integer division or modulo by zero"}
+
+
+def test_the_time_of_a_call_is_its_own():
+    calls = []
+    milliseconds, host = gpu.timed(lambda: (calls.append(1), time.sleep(0.005)))
+    assert milliseconds >= 5 and host >= 5 and 3 <= len(calls) <= 22
+
+
+def test_a_machine_without_a_gpu_needs_small_sizes(capsys):
+    if not gpu.CUDA:
+        with pytest.raises(SystemExit):
+            gpu.main([])
+        assert "use --small for a dry run" in capsys.readouterr().err
