@@ -22,6 +22,7 @@ from .memory import (
     optimizer_part,
     state_parts,
     total_bytes,
+    workspace_part,
 )
 from .shape import ModelShape, shape_of_model
 
@@ -141,8 +142,9 @@ def estimate(
         master_dtype: of the weights, gradients and moments that are kept; ZeRO keeps float32 beside `dtype`.
         mlp_tokens_at_once: the tokens of a slice, as for `sliced_mlp`; 0 for whole rows.
         layout, transport, heads: as for `Ring`.
-        device: "cpu" counts an optimizer that updates one tensor after another; host memory is then the same memory. ZeRO
-            needs "cuda".
+        device: "cuda" counts the workspace of attention's kernels: cuDNN's or FlashAttention-2's for exact attention, else the
+            fused one's. "cpu" counts an optimizer that updates one tensor after another; host memory is then the same memory.
+            ZeRO needs "cuda".
 
     Raises:
         ValueError: numbers that do not fit together, a model that the package does not compute, or a hybrid without
@@ -218,6 +220,7 @@ def _phases(
         layer_memory(shape, layer, setting, whole and patterns.get(number) == Pattern.exact())
         for number, layer in enumerate(shape.layers)
     ]
+    workspaces = {x: workspace_part(shape.attention, setting, x == Pattern.exact()) for x in patterns.values()}
     done, all_gradients = shape.embedding, gradients_part(setting, shape.parameters)
     gradients = all_gradients if setting.accumulate else gradients_part(setting, 0)
     saved = [_saved(shape, setting, memories), _kept(setting, memories)]
@@ -228,7 +231,8 @@ def _phases(
         gradients = all_gradients if setting.accumulate else gradients_part(setting, done)
         # The layer that is computed again takes its own output back.
         saved = [_saved(shape, setting, memories[: number + 1]), _kept(setting, memories[:number])]
-        working = _working(setting, memories[number], None if pattern is None else buffers[pattern])
+        beside = [] if pattern is None else [buffers[pattern], workspaces[pattern]]
+        working = _working(setting, memories[number], beside)
         phases[f"backward of layer {number}"] = [*states, gradients, *saved, *working]
     phases["optimizer step"] = [*states, all_gradients, optimizer_part(shape, setting)]
     return phases
@@ -254,8 +258,8 @@ def _kept(setting: TrainingSetting, layers: Sequence[LayerMemory]) -> MemoryPart
     )
 
 
-def _working(setting: TrainingSetting, layer: LayerMemory, buffers: MemoryPart | None) -> list[MemoryPart]:
-    """Returns the working set of one layer's backward: of its MLP, or of its attention, if any, with its buffers."""
+def _working(setting: TrainingSetting, layer: LayerMemory, beside: list[MemoryPart]) -> list[MemoryPart]:
+    """Returns the working set of one layer's backward: of its MLP, or of its attention, with the parts beside it."""
     tokens = setting.local_tokens
     # Without checkpointing, the layer's saved tensors are counted already; from host memory they must come back first.
     counted = 0 if setting.checkpointing or setting.offload else layer.saved
@@ -265,7 +269,7 @@ def _working(setting: TrainingSetting, layer: LayerMemory, buffers: MemoryPart |
         formula = f"{tokens:,} tokens x {more:,} bytes"
         return MemoryPart(f"working set of {name}", tokens * more, formula, _SAVED_BY_AUTOGRAD)
 
-    attention = [of_part("attention", layer.backward_of_attention), *([] if buffers is None else [buffers])]
+    attention = [of_part("attention", layer.backward_of_attention), *beside]
     return max([of_part("an MLP", layer.backward_of_mlp)], attention, key=total_bytes)
 
 

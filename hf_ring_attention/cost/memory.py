@@ -16,6 +16,7 @@ from ..hf.loss_bytes import BYTES_AT_ONCE
 from ..plan.branches import check_choice, check_count
 
 if TYPE_CHECKING:  # The command line reads its choices here, and loads Transformers later.
+    from .layers import ModelAttention
     from .shape import LayerShape, ModelShape
 
 #: How parameters and their state are divided among devices.
@@ -26,6 +27,8 @@ NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 #: The numbers of DeepSpeed's reduce bucket unless its configuration sets `reduce_bucket_size`.
 REDUCE_BUCKET = 500_000_000
+#: FlashAttention-2 pads the rows of a sequence to a multiple of this number.
+ROWS_OF_A_TILE = 128
 #: Adam's two moments (arXiv 1412.6980).
 MOMENTS = 2
 
@@ -151,8 +154,9 @@ def layer_memory(shape: ModelShape, layer: LayerShape, setting: TrainingSetting,
     if 0 < setting.mlp_tokens_at_once < setting.local_tokens:
         working_mlp, mlp = working_mlp * setting.mlp_tokens_at_once // setting.local_tokens, 0
     # With several tiles, gradients of queries, keys and values are summed in float32 beside the gradients of a tile, and the
-    # output's gradient is copied to the order of the kernel.
-    sums = (queries + keys) * (size if whole else 4 + size)
+    # output's gradient is copied to the order of the kernel. One launch of the fused kernel writes the gradient of queries.
+    fused = setting.device == "cuda" and setting.ring_size == 1
+    sums = queries * (size if whole or fused else 4 + size) + keys * (size if whole else 4 + size)
     # Checkpointing keeps out and lse. By the heads transport, these are the tensors of each piece beside the output.
     kept = (queries + keys + 2 * outputs if setting.transport == "heads" else outputs) * size + 4 * attention.num_heads
     keeps = setting.checkpointing and setting.keep_attention
@@ -162,6 +166,23 @@ def layer_memory(shape: ModelShape, layer: LayerShape, setting: TrainingSetting,
         backward_of_mlp=(attention_saved + last_norm + working_mlp + 2 * width * size) * has_mlp,
         backward_of_attention=(attention_saved + width * size + 2 * outputs * size + sums) * layer.attends,
     )
+
+
+def workspace_part(attention: ModelAttention, setting: TrainingSetting, exact: bool) -> MemoryPart:
+    """Returns the tensors beside gradients that the backward pass of attention holds on a GPU; on a CPU it holds none.
+
+    Exact attention takes cuDNN or FlashAttention-2. The latter's workspace is counted (torch's flash_api.cpp, `mha_bwd`): dq in
+    float32, a number of each row, and, for grouped heads, dk and dv of each query head. The fused kernel of other patterns
+    needs the number of each row alone.
+    """
+    heads, rows = attention.num_heads, setting.local_tokens + ROWS_OF_A_TILE * setting.batch_size
+    width = -(-max(attention.head_dim, attention.value_dim) // 32) * 32
+    grouped = 2 * setting.number_bytes * (attention.num_kv_heads < heads)
+    numbers = 4 + width * (4 + grouped) if exact else 4
+    kernel = "cuDNN or FlashAttention-2" if exact else "the fused kernel"
+    formula = f"{kernel}: {rows:,} rows x {heads} heads x {numbers} bytes"
+    size = rows * heads * numbers if setting.device == "cuda" else 0
+    return MemoryPart("workspace of attention", size, formula, "torch's mha_bwd; compute/fused")
 
 
 def logits_part(shape: ModelShape, setting: TrainingSetting) -> MemoryPart:
