@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_ring_attention as ra
 from hf_ring_attention.cli import main as cli
-from hf_ring_attention.cost.memory import layer_memory
+from hf_ring_attention.cost.memory import layer_memory, workspace_part
 from hf_ring_attention.cost.questions import bound_of_peak, longest_sequence, next_switches, smallest_ring
 from hf_ring_attention.cost.shape import shape_of_model
 from tests.support.live_bytes import LiveBytes
@@ -150,16 +150,17 @@ def test_attention_on_a_gpu_holds_the_workspace_of_its_kernel():
     """Of exact attention: dq in float32, a number a row, and with grouped heads dk and dv of all query heads."""
 
     def part(pattern, **changes):
-        asked = {"pattern": pattern, "mlp_tokens_at_once": 1024, **changes}
-        parts = ra.estimate(LLAMA_8B | {"num_hidden_layers": 2}, 1 << 17, **asked).parts
-        return next((part for part in parts if part.name == "workspace of attention"), None)
+        answer = ra.estimate(LLAMA_8B, 1 << 17, pattern=pattern, mlp_tokens_at_once=1024, **changes)
+        part = workspace_part(answer.shape.attention, answer.setting, pattern == "exact")
+        assert part.bytes == 0 or part in answer.parts or pattern != "exact"
+        return part
 
     rows, heads = (1 << 17) + 128, 32
     assert part("exact").bytes == rows * heads * (128 * 4 + 4 + 2 * 128 * 2)
     assert part("exact").formula == "cuDNN or FlashAttention-2: 131,200 rows x 32 heads x 1028 bytes"
     assert part("exact", devices=4, batch_size=2).bytes == 2 * (rows // 4 + 96) * heads * 1028  # Each batch row is padded.
     assert part("window:512+4").bytes == rows * heads * 4 and "the fused kernel" in part("window:512+4").formula
-    assert part("exact", device="cpu") is None
+    assert part("exact", device="cpu").bytes == 0
     own_heads = ra.estimate(LLAMA_8B | {"num_key_value_heads": 32}, 1 << 17, mlp_tokens_at_once=1024)
     assert {x.name: x.bytes for x in own_heads.parts}["workspace of attention"] == rows * heads * (128 * 4 + 4)
     # One launch of the fused kernel sums dk and dv alone in float32.
