@@ -63,8 +63,9 @@ import torch
 model = LlamaModel._from_config(config, attn_implementation="ring_dilated")
 assert model(torch.ones(1, 4, dtype=torch.int64)).last_hidden_state.shape == (1, 4, 8)
 """
-#: Everything but evaluation. Images for GPUs often lack the library datasets, and what only it brings.
-WITHOUT_DATASETS = """
+#: Images for GPUs often lack these: datasets with what only it brings, and what extras and tests bring.
+MISSING = ("datasets", "pyarrow", "gguf", "hypothesis", "matplotlib", "peft", "rich", "trl")
+WITHOUT_THEM = """
 for name in ra.__all__:
     getattr(ra, name)
 from tests.support.training import documents, padded, tiny_llama
@@ -98,13 +99,13 @@ def test_who_evaluates_a_model_does_not_load_what_trains_one():
     assert {"torch", "transformers"} <= {*heavy}
 
 
-def test_models_losses_and_trainers_need_no_datasets_library(tmp_path):
+def test_models_losses_and_trainers_need_no_optional_package(tmp_path):
     own, heavy = loaded_by(
-        'import sys\nsys.modules |= dict.fromkeys(["datasets", "pyarrow"])\n'  # An import of these is a ModuleNotFoundError.
+        f"import sys\nsys.modules |= dict.fromkeys({MISSING})\n"  # An import of these is a ModuleNotFoundError.
         "import transformers.modeling_utils\nimport hf_ring_attention as ra\nimport transformers\n"
         + REGISTERED
         + f"FOLDER = {str(tmp_path)!r}\n"
-        + WITHOUT_DATASETS
+        + WITHOUT_THEM
     )
     assert "hf_ring_attention.training.trainer" in own
     assert "transformers.trainer" in heavy

@@ -2,6 +2,7 @@
 
 import random
 import time
+from argparse import Namespace
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -11,7 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import hf_ring_attention as ra
-from hf_ring_attention.cli.checks import machine
+from hf_ring_attention.cli.checks import machine, model
+from hf_ring_attention.cli.checks.runner import CheckRun
 from hf_ring_attention.transport.communicators import companion_of
 from tests.hf.test_generation import cache_argument, greedy, tokens
 from tests.support.cases import TRANSPORTS, check_cases, random_cases
@@ -154,3 +156,19 @@ def test_the_check_of_a_job_makes_the_group_that_jobs_make(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
     machine.measure_launch(run)
     assert made == ["nccl"]  # As Accelerate and torchrun's programs do, without a backend for the CPU.
+
+
+def step_and_generation(rank):
+    """How far the figures of two checks are from one process's."""
+    options = Namespace(ring_size=2, model=None, pattern="window:4+2")
+    run = CheckRun(options, dist.HashStore(), rank, 2)
+    run.group, run.device = device_only(), torch.device("cpu")
+    model.measure_config(run)
+    return [model.measure_train_step(run)["apart"], model.measure_generation(run)["apart"]]
+
+
+def test_the_check_of_a_job_trains_prefills_and_generates_over_such_a_group():
+    for step, generation in run_ranks(step_and_generation, 2):
+        assert step.keys() == {"the loss", "the norm of the gradients", "the loss after the step"}
+        assert generation.keys() == {"a logit"}
+        assert max(*step.values(), *generation.values()) <= model.FAR

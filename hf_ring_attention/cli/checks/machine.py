@@ -28,7 +28,7 @@ from .runner import CheckRun, NotApplicable, Verdict, processes
 #: The name of this package for pip.
 _DISTRIBUTION = "hf-ring-attention"
 #: Packages whose versions decide results.
-_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "numpy")
+_PACKAGES = ("torch", "transformers", "accelerate", "numpy")
 #: The newest releases that the tests have run with.
 NEWEST_TESTED = {"torch": "2.13", "transformers": release_of_table()}
 #: Environment variables that change results or speed, by their name or its beginning.
