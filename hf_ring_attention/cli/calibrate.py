@@ -107,9 +107,9 @@ def rows_of(tokenizer: Any, name: str, content: str, tokens: int, count: int) ->
     opening, ids = text.ids.tensor_split([text.opening])
     room = tokens - len(opening)
     if len(ids) < room * count or room < 1:
+        remedy = "take a longer text, fewer rows, or a smaller --seq-len"
         raise ValueError(
-            f"{name} has {len(ids)} tokens, and {count} row(s) of {room} = {count * room} are needed: take a longer text, "
-            f"fewer rows, or a smaller --seq-len"
+            f"{name} has {len(ids)} tokens, and {count} row(s) of {room} = {count * room} are needed: {remedy}"
         )
     starts = [(len(ids) - room) * row // max(1, count - 1) for row in range(count)]
     return [torch.cat([opening, ids[start : start + room]]) for start in starts]

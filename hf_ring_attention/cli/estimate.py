@@ -51,10 +51,8 @@ def estimate_command(args: Namespace) -> None:
     from ..cost.estimate import estimate  # It loads Transformers, which takes seconds.
     from ..cost.models import load_config
 
-    names = (
-        "devices ring_size memory pattern parallel checkpointing offload offload_optimizer accumulate batch_size dtype "
-        "master_dtype layout transport"
-    )
+    names = "devices ring_size memory pattern parallel checkpointing offload offload_optimizer accumulate batch_size"
+    names += " dtype master_dtype layout transport"
     setting = {name: getattr(args, name) for name in names.split()} | {"heads": args.ring_heads}
     gc.disable()  # Plans of many ranks are some hundred thousand objects without circles.
     config = checked(None, load_config, args.model, trust=args.trust_remote_code)

@@ -19,10 +19,8 @@ def check_positions(config: PretrainedConfig, tokens: int) -> None:
     """Raises a ValueError for rows of more tokens than a model has positions for."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and tokens > positions:
-        raise ValueError(
-            f"the model has positions for {positions} tokens, and rows have {tokens}: take {positions} tokens at most, or "
-            f"another checkpoint"
-        )
+        remedy = f"take {positions} tokens at most, or another checkpoint"
+        raise ValueError(f"the model has positions for {positions} tokens, and rows have {tokens}: {remedy}")
 
 
 def ring_of_processes() -> tuple[Ring, torch.device]:

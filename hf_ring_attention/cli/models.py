@@ -49,10 +49,8 @@ def _not_listed(name: str, listed: Iterable[str]) -> str:
     from transformers import CONFIG_MAPPING  # It takes seconds to load.
 
     if name in CONFIG_MAPPING:
-        return (
-            f"the table lists models that predict the next token, and {name!r} is of another kind: ra.patch_model(model) "
-            f"accepts or refuses it"
-        )
+        kind = f"the table lists models that predict the next token, and {name!r} is of another kind"
+        return f"{kind}: ra.patch_model(model) accepts or refuses it"
     near = difflib.get_close_matches(name, listed, n=3)
     hint = f": did you mean {' or '.join(near)}?" if near else "."
     return f"{name!r} is not a model type of Transformers {release_of_table()}{hint} Types are such as llama, in config.json"

@@ -121,10 +121,8 @@ def plot_ring_command(args: Namespace) -> None:
         flops=args.tflops * 1e12,
         bandwidth=args.gbps * 1e9 / 8,
     )
-    title = (
-        f"{attention.base} over {short_count(args.tokens)} tokens, {args.ranks} ranks, {layout.kind}, "
-        f"{args.tflops:g} TFLOP/s, {args.gbps:g} Gbit/s: one layer forward"
-    )
+    speeds = f"{args.tflops:g} TFLOP/s, {args.gbps:g} Gbit/s: one layer forward"
+    title = f"{attention.base} over {short_count(args.tokens)} tokens, {args.ranks} ranks, {layout.kind}, {speeds}"
     _print_lines([title, timeline_summary(timeline)])
     if args.output is not None:
         from .plots import plot_ring  # It imports matplotlib.

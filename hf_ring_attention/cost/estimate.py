@@ -142,9 +142,8 @@ def estimate(
         master_dtype: of the weights, gradients and moments that are kept; ZeRO keeps float32 beside `dtype`.
         mlp_tokens_at_once: the tokens of a slice, as for `sliced_mlp`; 0 for whole rows.
         layout, transport, heads: as for `Ring`.
-        device: "cuda" counts the workspace of attention's kernels: cuDNN's or FlashAttention-2's for exact attention, else the
-            fused one's. "cpu" counts an optimizer that updates one tensor after another; host memory is then the same memory.
-            ZeRO needs "cuda".
+        device: "cuda" assumes the fused kernel, and cuDNN or FlashAttention-2 for exact attention; ZeRO needs it. "cpu" counts
+            an optimizer that updates one tensor after another; host memory is then the same memory.
 
     Raises:
         ValueError: numbers that do not fit together, a model that the package does not compute, or a hybrid without
@@ -168,14 +167,10 @@ def estimate(
     except (ValueError, NotImplementedError) as error:
         raise ValueError(f"estimate: {error}") from None
     if shape.attention.mixers is not None and not checkpointing:
-        raise ValueError(
-            "estimate: without checkpointing, uncounted mixers of a hybrid decide the peak: set checkpointing"
-        )
+        raise ValueError("estimate: a hybrid's uncounted mixers decide the peak without checkpointing: set it")
     size = gathered_bytes(shape, setting)
     if size > MOST_GATHERED:
-        raise ValueError(
-            f"estimate: mixers would gather rows of {size} bytes, and at most {MOST_GATHERED} are allowed: take shorter rows"
-        )
+        raise ValueError(f"estimate: mixers gather rows of {size} bytes, of {MOST_GATHERED} at most: shorten the rows")
     call = {name: given[name] for name in ("seq_len", "layout", "dtype", "batch_size", "transport", "heads")}
     calls = explain_patterns(shape.attention, world_size=setting.ring_size, **call)
     exchanges = {pattern: calls[pattern] for pattern in shape.attention.layers}
@@ -252,10 +247,9 @@ def _saved(shape: ModelShape, setting: TrainingSetting, layers: Sequence[LayerMe
 def _kept(setting: TrainingSetting, layers: Sequence[LayerMemory]) -> MemoryPart:
     """Returns the results of attention that checkpointing keeps in these layers."""
     tokens, size = setting.local_tokens, sum(one.kept for one in layers)
-    formula = f"{tokens:,} tokens x {size:,} bytes in {sum(one.kept > 0 for one in layers)} layers"
-    return MemoryPart(
-        "kept attention", tokens * size, formula, "out and lse of each layer (ring/operator.py)", setting.offload
-    )
+    formula, source = f"{tokens:,} tokens x {size:,} bytes", "out and lse of each layer (ring/operator.py)"
+    formula += f" in {sum(one.kept > 0 for one in layers)} layers"
+    return MemoryPart("kept attention", tokens * size, formula, source, setting.offload)
 
 
 def _working(setting: TrainingSetting, layer: LayerMemory, beside: list[MemoryPart]) -> list[MemoryPart]:

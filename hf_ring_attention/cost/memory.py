@@ -1,9 +1,8 @@
 """The setting and the formulas of an estimate: memory that grows with the sequence, and memory that does not.
 
 Activations follow what autograd saves for the operations of Transformers' layers (arXiv 2205.05198, section 4, counts another
-model the same way). Mixers of hybrids are not counted. ZeRO (arXiv 1910.02054, section 5) divides states among the devices:
-stage 1 the optimizer's state, stage 2 also the gradients, stage 3 (and FSDP) also the parameters. Implementations hold more:
-DDP's and DeepSpeed's buckets, DeepSpeed's float32 copies, and the layers that FSDP and ZeRO-3 gather.
+model the same way), without mixers of hybrids. ZeRO (arXiv 1910.02054, section 5) divides the optimizer's state, from stage 2
+gradients, in stage 3 (and FSDP) parameters. Implementations also hold buckets, float32 copies, and the layers that they gather.
 """
 
 from __future__ import annotations
@@ -68,9 +67,7 @@ class TrainingSetting:
         for name, choices in _CHOICES.items():
             check_choice("estimate", name, getattr(self, name), choices)
         if self.zero and self.device == "cpu":
-            raise ValueError(
-                "estimate: DeepSpeed's memory on a CPU is not known: use device='cuda', or parallel='fsdp2'"
-            )
+            raise ValueError("estimate: DeepSpeed's memory on a CPU is unknown: use device='cuda' or parallel='fsdp2'")
         if self.devices % self.ring_size:
             devices = "1 device does" if self.devices == 1 else f"{self.devices} devices do"
             raise ValueError(
@@ -116,15 +113,11 @@ def total_bytes(parts: Sequence[MemoryPart], host: bool = False) -> int:
 
 
 class LayerMemory(NamedTuple):
-    """The bytes of one layer for each token of a rank: saved by autograd, kept by checkpointing beside the layer's input, and
-    the most while backward computes a part.
+    """The bytes of one layer for each token of a rank; backward of a part counts what the layer still has saved."""
 
-    Backward of a part counts what the layer still has saved; it is 0 if the layer lacks the part.
-    """
-
-    saved: int
-    kept: int
-    backward_of_mlp: int
+    saved: int  # by autograd
+    kept: int  # by checkpointing, beside the layer's input
+    backward_of_mlp: int  # 0 without an MLP
     backward_of_attention: int
 
 
@@ -169,19 +162,16 @@ def layer_memory(shape: ModelShape, layer: LayerShape, setting: TrainingSetting,
 
 
 def workspace_part(attention: ModelAttention, setting: TrainingSetting, exact: bool) -> MemoryPart:
-    """Returns the tensors beside gradients that the backward pass of attention holds on a GPU; on a CPU it holds none.
+    """Returns the tensors that a kernel's backward holds beside gradients: on a GPU, with a number of each row.
 
-    Exact attention takes cuDNN or FlashAttention-2. The latter's workspace is counted (torch's flash_api.cpp, `mha_bwd`): dq in
-    float32, a number of each row, and, for grouped heads, dk and dv of each query head. The fused kernel of other patterns
-    needs the number of each row alone.
+    Exact attention counts FlashAttention-2's: dq in float32 and, for grouped heads, dk and dv of each query head.
     """
     heads, rows = attention.num_heads, setting.local_tokens + ROWS_OF_A_TILE * setting.batch_size
     width = -(-max(attention.head_dim, attention.value_dim) // 32) * 32
-    grouped = 2 * setting.number_bytes * (attention.num_kv_heads < heads)
-    numbers = 4 + width * (4 + grouped) if exact else 4
+    numbers = 4 + exact * width * (4 + 2 * setting.number_bytes * (attention.num_kv_heads < heads))
     kernel = "cuDNN or FlashAttention-2" if exact else "the fused kernel"
     formula = f"{kernel}: {rows:,} rows x {heads} heads x {numbers} bytes"
-    size = rows * heads * numbers if setting.device == "cuda" else 0
+    size = rows * heads * numbers * (setting.device == "cuda")
     return MemoryPart("workspace of attention", size, formula, "torch's mha_bwd; compute/fused")
 
 

@@ -158,7 +158,9 @@ def test_attention_on_a_gpu_holds_the_workspace_of_its_kernel():
     rows, heads = (1 << 17) + 128, 32
     assert part("exact").bytes == rows * heads * (128 * 4 + 4 + 2 * 128 * 2)
     assert part("exact").formula == "cuDNN or FlashAttention-2: 131,200 rows x 32 heads x 1028 bytes"
-    assert part("exact", devices=4, batch_size=2).bytes == 2 * (rows // 4 + 96) * heads * 1028  # Each batch row is padded.
+    assert (
+        part("exact", devices=4, batch_size=2).bytes == 2 * (rows // 4 + 96) * heads * 1028
+    )  # Each batch row is padded.
     assert part("window:512+4").bytes == rows * heads * 4 and "the fused kernel" in part("window:512+4").formula
     assert part("exact", device="cpu").bytes == 0
     own_heads = ra.estimate(LLAMA_8B | {"num_key_value_heads": 32}, 1 << 17, mlp_tokens_at_once=1024)
@@ -275,7 +277,7 @@ def test_the_smallest_ring_holds_the_sequence_and_half_of_it_does_not():
         ),
         ({"ring_size": 2}, "1 device does not divide into rings of 2: "),
         ({"parallel": "zero4"}, "parallel must be one of 'ddp', 'fsdp2'"),
-        ({"parallel": "zero2", "device": "cpu"}, "DeepSpeed's memory on a CPU is not known"),
+        ({"parallel": "zero2", "device": "cpu"}, "DeepSpeed's memory on a CPU is unknown"),
         ({"dtype": torch.int8}, "dtype must be one of"),
         ({"pattern": "windw:4"}, "windw"),
         ({"devices": 3, "transport": "heads"}, "32 / 3"),
