@@ -176,7 +176,8 @@ def _by_speed(device: DeviceFacts, call: CallFacts) -> list[tuple[str, str]]:
         order.append(("cudnn", f"all tiles are full or causal, of {LONG_TILE} rows or more"))
     if half and tiles.whole_rows:
         order.append(("flash", "one call takes the documents of whole rows in place"))
-    order.append(("fused", "one launch takes all tiles"))
+    fused = [("fused", "one launch takes all tiles")]
     if half:
-        order.append(("flash", "it takes bands by its windows"))
-    return [*order, ("efficient", "it takes bands in stretches"), *math]
+        order += [*fused, ("flash", "it takes bands by its windows")]
+    # The fused kernel's blocks of float32 are small.
+    return [*order, ("efficient", "it takes bands in stretches"), *(fused if not half else []), *math]

@@ -241,6 +241,7 @@ def test_inside_a_graph(monkeypatch):
 def cuda_facts(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(kernels, "why_not_fused", lambda *_: "it is not here")
     faults = {}
     monkeypatch.setattr(kernels, "fault_of", lambda kernel, *_: faults.get(kernel.name))
     return faults

@@ -33,7 +33,7 @@ def names(device, of_call, setting="auto"):
         ({"flash": "FA3"}, call(ANY), "fused flash efficient math"),
         ({}, call(LONG, softcap=True), "fused math"),
         ({}, call(FEW, softcap=True), "math"),
-        ({}, call(LONG, "float32"), "fused efficient math"),
+        ({}, call(LONG, "float32"), "efficient fused math"),
         ({}, call(LONG, "float64"), "math"),
         ({}, call(LONG, head_dim=192), "fused flash efficient math"),
         ({}, call(LONG, value_dim=60), "fused flash efficient math"),
