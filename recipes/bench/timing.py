@@ -124,7 +124,9 @@ def ratio(runs: Runs, above: str, below: str, part: int = -1) -> float:
 
 
 def table(title: str, headings: str, rows: Sequence[Sequence[Any]], *notes: str) -> None:
-    """Prints rows below headings, "a|b" for two columns, of one or two lines; numbers have three digits, "-" is none."""
+    """Prints rows, if any, below headings, "a|b" for two columns; numbers have three digits, "-" is none."""
+    if not rows:
+        return
     cells = [[str(row[0]), *map(_shown, row[1:])] for row in rows]
     tops = [("\n" + heading).split("\n")[-2:] for heading in headings.split("|")]
     widths = [max(len(text) for text in (*top, *column)) for top, column in zip(tops, zip(*cells))]

@@ -114,6 +114,15 @@ def test_errors_and_missing_time_leave_figures(report, capsys):
     assert figures["wrong"] == {"wrong": "ZeroDivisionError: integer division or modulo by zero"}
 
 
+def test_tests_that_take_too_long_are_left_out(report, tmp_path):
+    (tmp_path / "conftest.py").write_text("import time\ntime.sleep(60)")
+    report.end = time.monotonic()
+    gpu.tests(report, str(tmp_path))
+    assert report.figures["left out"] == {"tests": "those that had not ended after 1 s"}
+    gpu.errors(report), gpu.steps(report)
+    assert report.figures["errors"] == report.figures["steps"] == [] and report.figures["wrong"] == {}
+
+
 def test_the_time_of_a_call_is_its_own():
     calls = []
     milliseconds, host = gpu.timed(lambda: (calls.append(1), time.sleep(0.005)))
