@@ -170,12 +170,12 @@ def _by_speed(device: DeviceFacts, call: CallFacts) -> list[tuple[str, str]]:
     if device.type != "cuda":
         return math
     half, tiles, order = call.dtype in _HALVES, call.tiles, []
-    if half and (tiles.rows >= LONG_TILE or tiles.whole_rows) and device.flash is not None:
-        order.append(("flash", f"torch.nn.attention has activated {device.flash}"))
-    if half and tiles.rows >= LONG_TILE:
-        order.append(("cudnn", f"all tiles are full or causal, of {LONG_TILE} rows or more"))
-    if half and tiles.whole_rows:
-        order.append(("flash", "one call takes the documents of whole rows in place"))
+    if half and (tiles.rows >= LONG_TILE or tiles.whole_rows):
+        if device.flash is not None:
+            order.append(("flash", f"torch.nn.attention has activated {device.flash}"))
+        if tiles.rows >= LONG_TILE:
+            order.append(("cudnn", f"all tiles are full or causal, of {LONG_TILE} rows or more"))
+        order.append(("flash", "its calls take long tiles, or the documents of whole rows in place"))
     fused = [("fused", "one launch takes all tiles")]
     if half:
         order += [*fused, ("flash", "it takes bands by its windows")]

@@ -45,8 +45,7 @@ ROOT, GIB = Path(__file__).parents[2], 2**30
 CUDA = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", "bfloat16") if CUDA else ("cpu", "float32")
 #: Kernels that a device may have. A ring refuses the others, with its reason.
-KERNELS = ("auto", "fused", "cudnn", "cuda_flash", "cuda_efficient", "math") if CUDA else ("auto", "cpu_flash", "math")
-CHOOSABLE = "kernel" in inspect.signature(ra.Ring.alone).parameters
+KERNELS = ("auto", "fused", "cudnn", "flash", "efficient", "math") if CUDA else ("auto", "math")
 BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION if CUDA else SDPBackend.MATH)
 #: Patterns, whether rows have many documents, and goals: shares of the speed of SDPA's faster backend, 0 for no goal.
 GOALS = [("exact", False, 0.95), ("exact", True, 0.5), ("window:512+4", False, 0.45), ("window:512+4", True, 0.45)]
@@ -65,7 +64,7 @@ TINY = {"vocab_size": 128, "num_hidden_layers": 1}
 
 def ring_by(kernel: str) -> ra.Ring:
     """Returns the ring of this process alone, which computes by a kernel."""
-    return ra.Ring.alone(kernel=kernel) if CHOOSABLE else ra.Ring.alone()
+    return ra.Ring.alone(kernel=kernel)
 
 
 class Report:
@@ -160,7 +159,7 @@ def errors(report: Report) -> None:
         ends = (0, 1, 2, tokens // 2, tokens // 2 + 1, tokens) if packed else (0, tokens)
         tensors, call = shape.tensors(tokens), {"pattern": text, "documents": [[*itertools.pairwise(ends)]]}
         expected = results([x.detach().cpu().double().requires_grad_() for x in tensors], ra.Ring.alone(), **call)
-        for kernel in KERNELS if CHOOSABLE else ("auto",):
+        for kernel in KERNELS:
             if f"kernel {kernel}, exact" in report.figures["left out"]:
                 continue
             name = f"{'kernel ' * (kernel != 'auto')}{kernel}, {text}{', packed' * packed}"
@@ -254,7 +253,7 @@ def speed(report: Report, tokens: int) -> None:
         call = partial(ra.ring_attention, pattern=text, documents=[documents])
         measure(name, partial(call, ring=ring_by("auto")), pairs, goal)
         fused = f"kernel fused, {name}"
-        computes = CHOOSABLE and "kernel fused, exact" not in report.figures["left out"]
+        computes = "kernel fused, exact" not in report.figures["left out"]
         ends = report.run(f"{fused}, {tokens} tokens", 30, ends_of, call, tensors) if computes else None
         if ends and not apart(*ends) <= LIMITS[DTYPE]:
             report.note("wrong", f"{fused}, {tokens} tokens", "its results are not those of the kernel that auto takes")

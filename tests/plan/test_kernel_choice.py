@@ -23,7 +23,7 @@ def names(device, of_call, setting="auto"):
 @pytest.mark.parametrize(
     ("changes", "of_call", "want"),
     [
-        ({}, call(LONG), "cudnn fused flash efficient math"),
+        ({}, call(LONG), "cudnn flash fused efficient math"),
         ({}, call(LONG._replace(whole_rows=True)), "cudnn flash fused efficient math"),
         ({}, call(ROWS), "flash fused efficient math"),
         ({}, call(SHORT), "fused flash efficient math"),
@@ -35,8 +35,8 @@ def names(device, of_call, setting="auto"):
         ({}, call(FEW, softcap=True), "math"),
         ({}, call(LONG, "float32"), "efficient fused math"),
         ({}, call(LONG, "float64"), "math"),
-        ({}, call(LONG, head_dim=192), "fused flash efficient math"),
-        ({}, call(LONG, value_dim=60), "fused flash efficient math"),
+        ({}, call(LONG, head_dim=192), "flash fused efficient math"),
+        ({}, call(LONG, value_dim=60), "flash fused efficient math"),
         ({}, call(ROWS, head_dim=512), "fused efficient math"),
         ({"deterministic": True}, call(LONG), "flash efficient math"),
         ({"not_fused": "no compiler"}, call(LONG), "cudnn flash efficient math"),
