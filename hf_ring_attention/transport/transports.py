@@ -65,10 +65,7 @@ StepGradients = tuple[Tensor, Tensor] | None
 
 
 class Step(NamedTuple):
-    """Keys and values, the work to do with them, and in backward the tensors that take their gradients.
-
-    They are [B, Hkv, n, ...] of this rank, or rows of a payload.
-    """
+    """Keys and values, of this rank or rows of a payload, their work, and in backward the tensors for their gradients."""
 
     keys: Tensor
     values: Tensor
