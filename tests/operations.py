@@ -1,20 +1,33 @@
-"""`python -m tests.operations` prints the table of `recipes/bench/operations.py` for CUDA's FlashAttention-2, without a GPU.
+"""`python -m tests.operations` prints the table of `recipes/bench/operations.py` for the kernels of GPUs, without one.
 
-The operators of attention return zeros; all others run on the CPU, and their number is the same as on a GPU.
+Attention itself computes nothing; all other operations run on the CPU, and their number is the same as on a GPU. The host starts
+each of them, and a launch of Triton's kernels counts as one.
 """
 
 import sys
 
+import torch
+
 from hf_ring_attention.compute import cuda_kernels
 from hf_ring_attention.compute.cuda_kernels import CudaFlash
+from hf_ring_attention.compute.fused import tiles
+from hf_ring_attention.compute.fused.choice import blocks_for
+from hf_ring_attention.compute.fused.tiles import Fused
+from hf_ring_attention.plan.kernel_choice import LONG_TILE
 from hf_ring_attention.ring import attention
 from tests.support.cuda_operators import SilentOperators
 
 
 def count_for_cuda(monkeypatch):
-    """Has every call take the way of CUDA's FlashAttention-2, whose operators compute nothing."""
+    """Has long tiles take the way of FlashAttention-2, and others the way of the fused kernels; neither computes anything."""
+
+    def chosen(device, dtype, width, value_width, softcap, setting, kinds, note):
+        is_long = kinds.rows >= LONG_TILE or kinds.whole_rows
+        return CudaFlash() if is_long else Fused(blocks_for(torch.bfloat16, 128, (9, 0)))
+
     monkeypatch.setattr(cuda_kernels, "aten", SilentOperators)
-    monkeypatch.setattr(attention, "choose_kernel", lambda *_: CudaFlash())
+    monkeypatch.setattr(tiles, "_launch", lambda function, launch, *_, **__: torch.ops.silent.launch(launch.items))
+    monkeypatch.setattr(attention, "choose_kernel", chosen)
 
 
 if __name__ == "__main__":

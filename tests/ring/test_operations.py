@@ -1,4 +1,4 @@
-"""The operations of a call on the way of CUDA's FlashAttention-2: the host starts each of them, so their number is its time."""
+"""The operations of a call on the way of the fused kernels: the host starts each of them, so their number is its time."""
 
 import operations
 import pytest
@@ -16,12 +16,14 @@ from hf_ring_attention.ring.engine import Execution, backward_pass, forward_pass
 from hf_ring_attention.transport.transports import LocalTransport
 from tests.operations import count_for_cuda
 from tests.support.cuda_operators import CheckedOperators, WithoutDeviceGuard
+from tests.support.fused import needs_triton
 
 #: Forward and backward of a pyramid over 4096 tokens of 8 heads, with a tenth more than they are; on the busiest of 8 ranks,
 #: too.
-MOST = {"one device": (258, 358), "ring": (971, 1370), "collective": (673, 877)}
+MOST = {"one device": (11, 18), "ring": (149, 361), "collective": (84, 129)}
 
 
+@needs_triton
 def test_calls_start_few_operations(monkeypatch):
     count_for_cuda(monkeypatch)
     found = operations.measure(Shape(8, 8, 8, "bfloat16"), 4096, ["pyramid:512,3"], 8)
