@@ -1,7 +1,7 @@
 """`python -m tests.operations` prints the table of `recipes/bench/operations.py` for the kernels of GPUs, without one.
 
-Attention itself computes nothing; all other operations run on the CPU, and their number is the same as on a GPU. The host starts
-each of them, and a launch of Triton's kernels counts as one.
+Attention itself computes nothing; all other operations run on the CPU, and their number is the same as on a GPU. The host
+starts each of them, and a launch of Triton's kernels counts as one.
 """
 
 import sys

@@ -9,10 +9,10 @@ from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_ring_attention as ra
+from hf_ring_attention.compute.batched import BatchedTiles
 from hf_ring_attention.compute.reference import reference_attention
 from hf_ring_attention.hf.cache import cache_argument, cache_in
 from hf_ring_attention.plan.problem import HeldKeys
-from hf_ring_attention.ring import engine
 from hf_ring_attention.transport.agreement import digest
 from tests.support.cached import cached_attention
 from tests.support.probe import distance
@@ -136,14 +136,14 @@ def test_a_step_touches_only_visible_keys(monkeypatch):
     """Rows that kernels are given at a step with 4096 tokens in the cache."""
     pattern = ra.Pattern.pyramid(64, levels=3)
     tokens, rows = 4096, []
-    kernel = engine._parts
+    parts = BatchedTiles._parts
 
-    def counted(batches, q, part_of_queries):
-        for part in kernel(batches, q, part_of_queries):
+    def counted(tiles, q, part_of_queries):
+        for part in parts(tiles, q, part_of_queries):
             rows.append(part.keys.rows_per_unit * part.keys.units)
             yield part
 
-    monkeypatch.setattr(engine, "_parts", counted)
+    monkeypatch.setattr(BatchedTiles, "_parts", counted)
     q, k = torch.randn(1, 4, 1, 8), torch.randn(1, 2, tokens, 8)
     cached_attention(q, k, k, pattern=pattern, held=HeldKeys.whole(tokens, 1, tokens))
     visible = sum(
