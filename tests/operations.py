@@ -9,7 +9,7 @@ import sys
 import torch
 
 from hf_ring_attention.compute import cuda_kernels
-from hf_ring_attention.compute.cuda_kernels import CudaFlash
+from hf_ring_attention.compute.cuda_kernels import CudaFlash, Cudnn
 from hf_ring_attention.compute.fused import tiles
 from hf_ring_attention.compute.fused.choice import blocks_for
 from hf_ring_attention.compute.fused.tiles import Fused
@@ -19,11 +19,12 @@ from tests.support.cuda_operators import SilentOperators
 
 
 def count_for_cuda(monkeypatch):
-    """Has long tiles take the way of FlashAttention-2, and others the way of the fused kernels; neither computes anything."""
+    """Has calls take the kernels that they would take on an H100; these compute nothing."""
 
     def chosen(device, dtype, width, value_width, softcap, setting, kinds, note):
-        is_long = kinds.rows >= LONG_TILE or kinds.whole_rows
-        return CudaFlash() if is_long else Fused(blocks_for(torch.bfloat16, 128, (9, 0)))
+        if kinds.rows >= LONG_TILE:
+            return Cudnn()
+        return CudaFlash() if kinds.whole_rows else Fused(blocks_for(torch.bfloat16, 128, (9, 0)))
 
     monkeypatch.setattr(cuda_kernels, "aten", SilentOperators)
     monkeypatch.setattr(tiles, "_launch", lambda function, launch, *_, **__: torch.ops.silent.launch(launch.items))

@@ -201,12 +201,13 @@ def program_of(given):
 
 
 class SilentOperators:
-    """Operators of FlashAttention-2 that return zeros, and launches; each is one operation for whoever counts."""
+    """Operators of FlashAttention-2 and cuDNN that return zeros, and launches; each is one operation for whoever counts."""
 
     library = torch.library.Library("silent", "DEF")
     library.define("forward(Tensor q, Tensor v) -> (Tensor, Tensor)")
     library.define("backward(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor, Tensor)")
     library.define("launch(Tensor items) -> ()")
+    library.define("cudnn(Tensor q, Tensor v) -> (Tensor, Tensor)")
 
     @staticmethod
     def _flash_attention_forward(q, k, v, *others, **window):
@@ -216,6 +217,12 @@ class SilentOperators:
     def _flash_attention_backward(dout, q, k, v, *others, **window):
         return torch.ops.silent.backward(q, k, v)
 
+    @staticmethod
+    def _scaled_dot_product_cudnn_attention(q, k, v, *others, scale):
+        return torch.ops.silent.cudnn(q, v)
+
+    _scaled_dot_product_cudnn_attention_backward = _flash_attention_backward
+
 
 def silent_forward(q, v):
     lse = q.new_zeros(q.transpose(-3, -2).shape[:-1], dtype=torch.float32)
@@ -223,6 +230,11 @@ def silent_forward(q, v):
 
 
 SilentOperators.library.impl("forward", silent_forward, "CPU")
+def silent_cudnn(q, v):
+    return q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_zeros(q.shape[:-1], dtype=torch.float32)
+
+
+SilentOperators.library.impl("cudnn", silent_cudnn, "CPU")
 SilentOperators.library.impl("launch", lambda items: None, "CPU")
 SilentOperators.library.impl("backward", lambda *tensors: tuple(map(torch.zeros_like, tensors)), "CPU")
 
