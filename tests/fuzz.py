@@ -1,13 +1,15 @@
 """Random cases against what they must give, for as long as there is time: python -m tests.fuzz --minutes 30
 
 Every case follows from a number of its own. "attention": calls of a ring, against the definition
-(`tests.support.ring_cases`). "models": models, batches and rings, against eager attention
-(`tests.support.random_batches`). A case that fails prints the line that repeats it and its error, and the others go on; the
+(`tests.support.ring_cases`). "fused": the same by the fused kernels in Triton's interpreter, if Triton is installed
+(`tests.support.fused`). "models": models, batches and rings, against eager attention (`tests.support.random_batches`). A case that fails prints the line that repeats it and its error, and the others go on; the
 exit status is 1 if there was any.
 """
 
 import argparse
+import importlib.util
 import itertools
+import os
 import random
 import sys
 import time
@@ -16,11 +18,13 @@ import warnings
 from collections import Counter
 from dataclasses import dataclass, field
 
+os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is imported.
+
 import torch
 from tqdm import tqdm
 from transformers.utils import logging
 
-from tests.support import random_batches, ring_cases
+from tests.support import fused, random_batches, ring_cases
 from tests.support.random_cases import draw_case
 
 
@@ -29,12 +33,19 @@ def run_attention(case):
     return "equal" if case.calls[0].dtype == torch.float64 else "rounded"
 
 
+def run_fused(case):
+    case.run()
+    return "rounded"
+
+
 def run_model(case):
     return random_batches.compared(case, random_batches.found_by(case))
 
 
 #: What draws a case from its number, and what runs it and returns what came of it.
 KINDS = {"attention": (ring_cases.draw_ring_case, run_attention), "models": (draw_case, run_model)}
+if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
+    KINDS["fused"] = (fused.draw_fused_case, run_fused)
 
 
 @dataclass

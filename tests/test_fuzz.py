@@ -28,7 +28,7 @@ def test_hypothesis():
     given(strategies.integers(0, 10**9))(drawn.append)()
     pytest.fail(f"the sum is {sum(drawn)}")
 """
-REPEATED = r"python -m tests\.fuzz --case ((?:attention|models):\d+)"
+REPEATED = r"python -m tests\.fuzz --case ((?:attention|fused|models):\d+)"
 
 
 def test_random_cases_of_attention(rng):
