@@ -2,8 +2,8 @@
 
 Every case follows from a number of its own. "attention": calls of a ring, against the definition
 (`tests.support.ring_cases`). "fused": the same by the fused kernels in Triton's interpreter, if Triton is installed
-(`tests.support.fused`). "models": models, batches and rings, against eager attention (`tests.support.random_batches`). A case that fails prints the line that repeats it and its error, and the others go on; the
-exit status is 1 if there was any.
+(`tests.support.fused`). "models": models, batches and rings, against eager attention (`tests.support.random_batches`). A case
+that fails prints the line that repeats it and its error, and the others go on; the exit status is 1 if there was any.
 """
 
 import argparse

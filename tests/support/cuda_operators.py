@@ -230,6 +230,8 @@ def silent_forward(q, v):
 
 
 SilentOperators.library.impl("forward", silent_forward, "CPU")
+
+
 def silent_cudnn(q, v):
     return q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_zeros(q.shape[:-1], dtype=torch.float32)
 
