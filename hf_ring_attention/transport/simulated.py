@@ -41,7 +41,6 @@ class SimulatedCommunicator:
             self.boxes[self.rank, peer].put(_Gone(reason))
 
     def _take(self, source: int) -> Any:
-        """Returns the next content from a rank."""
         error, box = f"receiving from rank {source} did not end", self.boxes[source, self.rank]
         try:
             content = box.get(timeout=self.timeout)
