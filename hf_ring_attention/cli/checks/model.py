@@ -139,11 +139,7 @@ def _rows_of_check(run: CheckRun) -> torch.Tensor:
 
 
 def _models(run: CheckRun) -> list[Any]:
-    """Returns the tiny model over the ring and on this process alone, in float64 with the job's pattern and equal weights.
-
-    Raises:
-        NotApplicable: a config that has no small form, or whose small form has no attention.
-    """
+    """Returns the tiny model over the ring and on this process alone, in float64 with the job's pattern and equal weights."""
     rings = [Ring.alone() if run.ring_size == 1 else Ring(run.group), Ring.alone()]
     try:
         models = [model_with_large_weights(shrunk_config(run.facts["config"]), "eager") for _ in rings]
