@@ -190,8 +190,9 @@ def begin_in_graph(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     attachment = attachment_of(module)
     assert attachment is not None
     ring, mask, is_decoder = attachment.ring, kwargs.get("attention_mask"), attachment.is_decoder
-    alone = ring is None or ring.world_size == 1
-    if not is_decoder and alone:
+    if ring is not None and ring.world_size == 1:
+        ring = None
+    if not is_decoder and ring is None:
         return kwargs
     ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     tokens: Any = ids if embeds is None else embeds
@@ -203,9 +204,7 @@ def begin_in_graph(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             tokens, mask, kwargs.get("position_ids"), labels, count, attachment.number, torch.is_grad_enabled()
         )
         kwargs = {**kwargs, "attention_mask": mask}
-    if not is_decoder and not _has_loss_of_part(module, kwargs):
-        return kwargs
-    if ring is None or alone:
+    if ring is None or not (is_decoder or _has_loss_of_part(module, kwargs)):
         return kwargs
     batch, length = tokens.shape[:2]
     own, places = torch.ops.hf_ring_attention.tokens_of_ranks(mask, ring.number, batch, length)
@@ -216,10 +215,7 @@ def begin_in_graph(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if positions is None:
         positions = torch.arange(length, device=tokens.device)[None]
     kwargs = {**kwargs, "position_ids": _part(positions.expand(batch, -1), own), "use_cache": False}
-    if ids is not None:
-        kwargs["input_ids"] = _part(ids, own)
-    if embeds is not None:
-        kwargs["inputs_embeds"] = _part(embeds, own)
+    kwargs["input_ids" if embeds is None else "inputs_embeds"] = _part(tokens, own)
     if kwargs.get(CALL) is None:
         kwargs[CALL] = places
     return kwargs

@@ -100,11 +100,9 @@ class HeadCall:
     def head(self, logits: Tensor, config: PretrainedConfig) -> Head | None:
         """Returns the function that makes logits of hidden states; None if the config does not name what the model does.
 
-        Models scale and cap in the dtype of their output layer or in a larger one, and may leave out logits beyond their
-        vocabulary. A compiled model rounds elsewhere, so a few logits may be off by their last bit.
-
-        Args:
-            logits: [B, 1 or 2, vocabulary] the model's own for the few tokens.
+        It must give the model's own logits [B, 1 or 2, vocabulary] for the few tokens. Models scale and cap in the dtype of
+        their output layer or in a larger one, and may leave out logits beyond their vocabulary. A compiled model rounds
+        elsewhere, so a few logits may be off by their last bit.
         """
         output, named = self.output, named_change(config)
         if output is None or self.plain is None or self.unsuited is not None or not self.plain_is_intact:

@@ -79,12 +79,7 @@ def whole_rows(local: Tensor, rows: WholeRows, ring: Ring) -> Tensor:
 
 
 def kept(local: Tensor, rows: WholeRows, ring: Ring, tokens: Tensor) -> Tensor:
-    """Returns the values [B, k, ...] of some tokens of whole rows on every rank, and moves only these.
-
-    Args:
-        local: [B, n local, ...] this rank's part.
-        tokens: [k] the numbers of the tokens in the whole row.
-    """
+    """Returns the values [B, k, ...] of tokens with these numbers [k] in the whole row, on every rank; only these move."""
     assert rows.layout is not None
     numbers = torch.arange(rows.length, device=local.device).expand(rows.batch, -1)
     found = ring.shard(numbers, rows.layout, fill=-1)[:, None, :] == tokens.to(local.device)[:, None]  # [B, k, n local]
