@@ -100,7 +100,6 @@ def key_value_heads(heads: int, kv_heads: int | None) -> int:
 
 
 def _print_step(step: StepExplanation, facts: list[tuple[str, str]]) -> None:
-    """Prints facts and reasons, FLOPs, and the bytes of each transport."""
     from rich.table import Table
     from rich.text import Text
 
@@ -149,16 +148,14 @@ def _facts(args: Namespace, attention: ModelAttention, step: StepExplanation) ->
 
 
 def _mixers_in_words(mixers: ModelMixers, step: StepExplanation, ranks: int) -> str:
-    """Returns the work of a hybrid's mixers over a ring, in a sentence."""
     where = f"in layers {layer_numbers(mixers.layers)}"
     if step.mixers is None or ranks == 1:
         return f"{where}, on one rank"
     sent = f"{short_bytes(step.mixers.forward.sent)} sent a layer"
     if mixers.numbers is not None:
         return f"{where}; their states pass from rank to rank, {sent}"
-    return (
-        f"{where}; each rank gathers whole rows, {sent}, and computes up to {ranks} times the work of one device in all"
-    )
+    gathers = f"each rank gathers whole rows, {sent}"
+    return f"{where}; {gathers}, and computes up to {ranks} times the work of one device in all"
 
 
 def _flop_cells(most: int, work: Explanation | StepExplanation) -> tuple[str, ...]:

@@ -37,12 +37,8 @@ def add_perplexity(parser: Parser) -> None:
     add("texts", metavar="TEXT_FILE", nargs="+", type=text_file, help="Texts in UTF-8.")
     text = f"A pattern, a file calibration.json, or own: the config's; repeatable (default {' '.join(USUAL_PATTERNS)})."
     add("--pattern", metavar="TEXT", action="append", type=pattern_or_file, help=text)
-    add(
-        "--tokens",
-        metavar="N",
-        type=token_count(2),
-        help="First tokens of each text (default 4k, or most of --lengths).",
-    )
+    text = "First tokens of each text (default 4k, or most of --lengths)."
+    add("--tokens", metavar="N", type=token_count(2), help=text)
     text = "Context lengths: texts are cut into windows of each."
     add("--lengths", metavar="N,N,...", type=comma_list(token_count(2)), help=text)
     add("--stride", metavar="N", type=token_count(), help="With --lengths: windows advance by so many tokens.")

@@ -44,11 +44,7 @@ _GATHERED = {"minimax": False, "recurrent_gemma": True}
 
 
 def load_config(model: str, *, trust: bool = False) -> PretrainedConfig:
-    """Returns the config of a model: of a folder with a config.json, that file itself, or a hub id.
-
-    Args:
-        trust: whether code that comes with the model may run.
-    """
+    """Returns the config of a folder with a config.json, of that file, or of a hub id; `trust` lets the model's code run."""
     if Path(model).is_dir() and not Path(model, "config.json").is_file():
         raise ValueError(f"the folder {model!r} has no config.json: name the folder of a model")
     try:
@@ -103,12 +99,7 @@ def _check_counts(written: Mapping[str, Any]) -> None:
 def attention_of_model(
     config: PretrainedConfig, name: str, pattern: Pattern | PatternsOfLayers | None = None
 ) -> ModelAttention:
-    """Returns the attention of the text model that a config describes.
-
-    Args:
-        name: of the model in errors.
-        pattern: replaces the patterns that the config has, as `patch_config` does.
-    """
+    """Returns the attention of the text model that a config describes; a pattern replaces the config's, as `patch_config`."""
     if pattern is not None:
         config = patch_config(copy.deepcopy(config), pattern)
     text = config.get_text_config(decoder=True)
