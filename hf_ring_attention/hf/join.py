@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,9 +95,7 @@ def joined_output(now: ForwardPass, output: Any) -> Any:
     rows, ring, layout = now.rows, now.ring, now.layout
     assert rows is not None and ring is not None and layout is not None
     part = (rows.batch, layout.local_len)
-
-    def join_rows(x: Tensor) -> Tensor:
-        return whole_rows(x, rows, ring)
+    join_rows = partial(whole_rows, rows=rows, ring=ring)
 
     def join_last(x: Tensor) -> Tensor:
         if now.parts:
