@@ -178,12 +178,12 @@ def _kind_of_call(arguments: _LayerArguments, now: ForwardPass) -> Any:
 def _layer_call(arguments: _LayerArguments, now: ForwardPass | None) -> _LayerCall:
     """Checks a layer's call, decides its pattern, documents and ring, and plans it."""
     check_not_traced()
-    module, (query, key, value, sinks), mask, (dropout, scaling, sliding_window, softcap), kwargs, recorded = arguments
+    module, (query, key, value, sinks), mask, (_, scaling, sliding_window, softcap), kwargs, recorded = arguments
     if now is not None:
         now.attended = True
     ring = ring_of_calls(module, now is not None and now.whole)
     try:
-        _check_call(module, now, mask, dropout, kwargs)
+        _check_call(arguments, now)
         tokens = mask if isinstance(mask, Tokens) else tokens_of(mask)
         if ring.world_size > 1 and tokens.layout is None and tokens.held is None:
             raise ValueError(
@@ -315,10 +315,9 @@ def _check_padding_and_pieces(
         )
 
 
-def _check_call(
-    module: nn.Module, now: ForwardPass | None, mask: Any, dropout: float, kwargs: Mapping[str, Any]
-) -> None:
+def _check_call(arguments: _LayerArguments, now: ForwardPass | None) -> None:
     """Refuses dropout, a request for attention weights, and inputs that would change the scores, the keys or documents."""
+    module, _, mask, (dropout, *_), kwargs, _ = arguments
     name = type(module).__name__
     if dropout:
         raise ValueError(
