@@ -26,11 +26,7 @@ def terminal() -> Any:
 def print_table(
     title: str, headings: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str] = (), *, left: int = 1
 ) -> None:
-    """Prints a table, and below it notes, a line each.
-
-    Args:
-        left: how many of the first columns are aligned to the left; the others are aligned to the right.
-    """
+    """Prints a table, and below it notes, a line each; all columns but the first `left` ones are aligned to the right."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

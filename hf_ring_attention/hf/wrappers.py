@@ -167,10 +167,8 @@ def models_of(ring: Ring) -> list[PreTrainedModel]:
 def head_shard(module: nn.Module, query: Tensor, key: Tensor) -> tuple[int, int]:
     """Returns (i, t): this rank has the i-th of t equal parts of the layer's heads; (0, 1) if it has all of them.
 
-    The weights of a divided layer are a `DTensor` on each rank. Some plans gather the heads before attention.
-
-    Args:
-        query: [B, H, m, D]; key: [B, Hkv, n, D]: the heads of this rank.
+    The weights of a divided layer are a `DTensor` on each rank. Some plans gather the heads before attention. The query
+    [B, H, m, D] and the key [B, Hkv, n, D] have the heads of this rank.
     """
     meshes = _meshes_of(module)
     config, heads, kv_heads = getattr(module, "config", None), query.shape[1], key.shape[1]

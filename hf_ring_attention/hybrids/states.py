@@ -125,10 +125,8 @@ def _along(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the states before each run of this rank's batch, and the states behind each batch row if `chain.behind` is set.
 
-    Args:
-        steps: for each run, the M and U that change its state.
-        behind: (step, state before) -> the state behind.
-        empty: the state at the beginning of a document.
+    Each run has a step, the M and U that change its state: `behind(step, state before)` is the state behind. A document
+    begins with the `empty` state.
     """
     states: list[Tensor] = []
     for run in chain.runs:
@@ -201,9 +199,8 @@ def _decays(dt: Tensor, bias: Tensor | None, softplus: bool, limits: tuple[float
 def _along_decays(chain: Chain, final: Tensor, decay: Tensor) -> tuple[Tensor, Tensor | None]:
     """Does `_along` for states whose entries decay independently.
 
-    Args:
-        final: [runs, ...] the states behind this rank's runs for zero states before them.
-        decay: [runs, ...] that broadcasts to `final`: the factor by which a run multiplies the state before it.
+    `final` has the states [runs, ...] behind this rank's runs for zero states before them, and `decay`, which broadcasts to
+    it, the factor by which a run multiplies the state before it.
     """
     finals, decays = chain.gathered(final), chain.gathered(decay)
     steps = list(zip(decays, finals))

@@ -66,11 +66,7 @@ class CheckRun:
 
 
 def meet_processes(options: Namespace) -> CheckRun:
-    """Returns the run of this process, which meets the processes that the launcher announces in the environment.
-
-    Raises:
-        RuntimeError: processes that do not come in time; ValueError: an environment without a launcher's variables.
-    """
+    """Returns the run of this process, which meets in time the processes that the launcher announces in the environment."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return CheckRun(options, dist.HashStore(), 0, 1)
     run = CheckRun(options, *next(rendezvous("env://", timeout=timedelta(seconds=options.timeout))))
