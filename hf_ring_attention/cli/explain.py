@@ -8,11 +8,11 @@ from typing import Any
 
 from ..cost.explain import Explanation
 from ..cost.layers import ModelAttention, ModelMixers, StepExplanation, explain_layers
+from ..hf.models import why_not
 from ..plan.choices import check_choices
 from ..plan.patterns import Pattern
 from ..plan.problem import Documents
 from ..plan.traffic import RankTraffic
-from .models import why_not
 from .options import Parser, Refusal, at_least, checked
 from .output import layer_numbers, print_table, short_bytes, short_count, terminal
 
@@ -74,8 +74,7 @@ def attention_of_config(args: Namespace, pattern: Pattern | None) -> ModelAttent
         attention = attention_of_model(load_config(args.model, trust=args.trust_remote_code), args.model, pattern)
     except ValueError as error:
         raise Refusal(f"{error}; or, for attention alone, give --heads, --kv-heads and --head-dim", "--model") from None
-    reason = why_not(attention.model_type, getattr(args, "ranks", 1))
-    if reason:
+    if reason := why_not(attention.model_type, getattr(args, "ranks", 1)):
         raise Refusal(reason, "--model")
     return attention
 

@@ -40,16 +40,6 @@ def models_command(args: Namespace) -> None:
             raise Refusal(_not_listed(name, by_type), "TYPE")
 
 
-def why_not(model_type: str, ranks: int) -> str | None:
-    """Returns why a model type is not computed on so many ranks, by the table; None if the table does not refuse it."""
-    support = next((model for model in supported_models() if model.model_type == model_type), None)
-    accepted = {"supported": ranks == 1, "untested": True, "refused": False}
-    if support is None or support.ring or accepted[support.status]:
-        return None
-    where = " over a ring" if support.status == "supported" else ""
-    return f"models of type {model_type!r} are not computed{where}: {support.reason}"
-
-
 def _not_listed(name: str, listed: Iterable[str]) -> str:
     from transformers import CONFIG_MAPPING  # It takes seconds to load.
 

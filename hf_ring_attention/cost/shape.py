@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
-from ..hf.models import supported_models
+from ..hf.models import why_not
 from ..hf.registration import IMPLEMENTATION
 from ..hybrids.models import mixers_of
 from ..plan.patterns import Pattern
@@ -66,9 +66,8 @@ def shape_of_model(model: Any, pattern: Pattern | None = None) -> ModelShape:
     """Returns the sizes of what `config_of` reads; a pattern replaces the config's for layers without their own window."""
     config = config_of(model)
     text = copy.deepcopy(config.get_text_config())
-    support = next((one for one in supported_models() if one.model_type == text.model_type), None)
-    if support is not None and support.status == "refused":
-        raise ValueError(f"models of type {text.model_type!r} are not computed: {support.reason}")
+    if refused := why_not(text.model_type):
+        raise ValueError(refused)
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"Transformers makes no causal language model of type {text.model_type!r}")
     attention = attention_of_model(config, config.name_or_path or text.model_type, pattern)
