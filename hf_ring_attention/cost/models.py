@@ -12,7 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from ..hf.config import PatternsOfLayers, layer_pattern, patch_config
-from ..hf.hybrid_types import MIXERS
+from ..hf.hybrid_types import MIXER_LAYERS, MIXERS
 from ..plan.branches import Branch, Segment, Window
 from ..plan.patterns import Pattern
 from ..plan.state_runs import StateNumbers, delta_rule_sums, selective_sums, state_space_sums
@@ -26,9 +26,8 @@ _UNREADABLE = (
 _MOST = 65536
 _LISTED = re.compile("(layers?|heads?|experts)$")
 
-#: The kinds of layers that attend, and the kinds that have a mixer; a "hybrid" layer has both.
+#: The kinds of layers that attend; a "hybrid" layer has a mixer, too.
 _ATTENDING = ("full_attention", "sliding_attention", "chunked_attention", "attention", "hybrid")
-_MIXING = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid")
 
 _MAMBA_2 = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
 #: The names of the sizes of Mamba 2: heads, size of a head, size of the state, groups, and tokens of the convolution.
@@ -124,7 +123,7 @@ def attention_of_model(
     if not own:
         raise ValueError(f"no layer of {name!r} attends: its layers are {', '.join(sorted(set(kinds)))}")
     layers = {number: layer_pattern(text, number, branch) for number, branch in own.items()}
-    mixing = tuple(number for number, kind in enumerate(kinds) if kind in _MIXING)
+    mixing = tuple(number for number, kind in enumerate(kinds) if kind in MIXER_LAYERS)
     mixers = None
     if mixing and text.model_type in MIXERS:
         mixers = ModelMixers(mixing, _numbers_of_run(text), text.hidden_size, _GATHERED.get(text.model_type, False))

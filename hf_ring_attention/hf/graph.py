@@ -34,7 +34,6 @@ from .lm_loss import IGNORED
 from .masks import Tokens, tokens_of
 from .registration import IMPLEMENTATION
 from .rows import documents_from_mask, first_position, places_of
-from .support import calls_loss_function
 from .wrappers import MODULES, attached_ring, attachment_of, runner_of
 
 #: The value of `CALL` for a decoder whose last hidden states stay parts in a graph.
@@ -67,11 +66,6 @@ def fits_a_graph(model: PreTrainedModel, ring: Ring | None) -> bool:
         and (named or not in_mask)
         and not (counts_tokens or looks_at_rows or exchanges_heads)
     )
-
-
-def loss_fits_parts(model: PreTrainedModel) -> bool:
-    """Returns whether a model has the loss of next tokens, which each rank can compute for its part of the rows."""
-    return model.get_output_embeddings() is not None and calls_loss_function(type(model))
 
 
 # ---- operators

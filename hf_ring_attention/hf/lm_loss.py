@@ -24,7 +24,7 @@ from .forward_pass import Head, SliceLoss, WholeRows, running
 from .heads import HeadCall, named_change, unchanged
 from .join import LOGITS_NOT_FORMED, whole_rows
 from .loss_bytes import BYTES_AT_ONCE
-from .support import calls_loss_function
+from .support import has_next_token_loss
 
 #: The label of a token that is not predicted, as in Transformers.
 IGNORED = -100
@@ -215,7 +215,7 @@ def way_of_loss(model: PreTrainedModel, arguments: Mapping[str, Any], shape: tup
     name, keep = type(model).__name__, arguments.get("logits_to_keep")
     if labels is None:
         return Decision("whole", "the call has no labels, so it returns logits or hidden states")
-    if model.get_output_embeddings() is None or not calls_loss_function(type(model)):
+    if not has_next_token_loss(model):
         return Decision("whole", f"{name} computes its loss itself")
     if model.loss_function not in (ForCausalLMLoss, loss_in_slices):
         return Decision("whole", f"{name} has a loss function of its own")

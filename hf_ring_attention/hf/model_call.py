@@ -35,11 +35,12 @@ from .forward_pass import (
     running_with,
     set_forward_pass,
 )
-from .graph import begin_in_graph, end_in_graph, fits_a_graph, in_graph, loss_fits_parts
+from .graph import begin_in_graph, end_in_graph, fits_a_graph, in_graph
 from .join import joined_output, kept
 from .lm_loss import LossInSlices, cross_entropy, join_of_fields, loss_in_slices, next_labels, way_of_loss
 from .registration import IMPLEMENTATION
 from .rows import by_name, check_places, cut, tokens_in, warn_of_temperatures, whole_positions
+from .support import has_next_token_loss
 from .wrappers import attached_ring, attachment_of, runner_of, set_ring
 
 #: Logits of whole rows that are larger than this are warned of, in bytes.
@@ -57,7 +58,7 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None, kernel: str) -> None:
         called.register_forward_pre_hook(before_model, with_kwargs=True)
         called.register_forward_hook(after_model, with_kwargs=True, always_call=True)
     corrected = ring is not None and ring.world_size > 1 and _correct_modules(model.base_model)
-    set_ring(model, ring, kernel, fits_a_graph(model, ring) and not corrected, loss_fits_parts(model))
+    set_ring(model, ring, kernel, fits_a_graph(model, ring) and not corrected, has_next_token_loss(model))
 
 
 def _correct_modules(base: nn.Module) -> bool:
