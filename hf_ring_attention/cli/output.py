@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -72,11 +71,6 @@ def stdout_left_alone() -> Iterator[None]:
     finally:
         os.dup2(stdout_copy, 1)
         os.close(stdout_copy)
-
-
-def print_json(figures: Any) -> None:
-    """Prints figures as JSON to stdout."""
-    print(json.dumps(figures, indent=1))
 
 
 def short_count(tokens: int) -> str:

@@ -151,7 +151,16 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
     with ring.agreement("prefill"):
         if hybrids is not None:
             hybrids.check_prefill(inner)
-        mask = _checked_mask(inner, input_ids, attention_mask)  # The forward pass compares it with the other ranks'.
+        # The forward pass compares the mask with the other ranks' mask.
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        if input_ids.dim() != 2 or 0 in input_ids.shape or mask.shape != input_ids.shape:
+            got = f"{tuple(input_ids.shape)} and a mask {tuple(mask.shape)}"
+            raise ValueError(f"prefill: input_ids must be [batch, tokens], like the mask, got {got}")
+        if not bool(mask.all()) and "position_ids" not in inspect.signature(inner.forward).parameters:
+            name = type(inner).__name__
+            raise ValueError(
+                f"prefill: {name} takes no position_ids, so its generate would number padded rows differently"
+            )
     layout = ring.layout_for(input_ids.shape[1], layer_pattern(config, None))
     cache: ShardedCache = (ShardedCache if hybrids is None else hybrids.sharded_hybrid_cache)(layout, config)
     positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
@@ -162,15 +171,3 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
     if hybrids is not None:
         cache.keep_states()  # type: ignore[attr-defined]
     return cache
-
-
-def _checked_mask(model: PreTrainedModel, ids: Tensor, mask: Tensor | None) -> Tensor:
-    """Returns the mask [B, n] of tokens; refuses rows that `generate` would not go on from."""
-    mask = torch.ones_like(ids) if mask is None else mask
-    if ids.dim() != 2 or 0 in ids.shape or mask.shape != ids.shape:
-        got = f"{tuple(ids.shape)} and a mask {tuple(mask.shape)}"
-        raise ValueError(f"prefill: input_ids must be [batch, tokens], like the mask, got {got}")
-    if not bool(mask.all()) and "position_ids" not in inspect.signature(model.forward).parameters:
-        name = type(model).__name__
-        raise ValueError(f"prefill: {name} takes no position_ids, so its generate would number padded rows differently")
-    return mask
