@@ -89,11 +89,6 @@ def ring_dilated_attention(
 
     Returns:
         out [B, m, H, Dv], and None for the weights that are never formed.
-
-    Raises:
-        ValueError: dropout, attention weights asked for, a mask that is not [B, n], packed rows that contradict it, a
-            pattern that reaches keys which the cache has dropped, or heads that do not divide among the ranks.
-        NotImplementedError: position biases, head masks, paged caches and cross-attention.
     """
     device = query.device.type
     if torch.is_autocast_enabled(device):

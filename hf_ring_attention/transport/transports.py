@@ -93,9 +93,8 @@ class Transport(Protocol):
 class Link:
     """The exchanges of one call. It counts their bytes; their errors name the call, the step and this rank.
 
-    Args:
-        members: some ranks, ascending; peers are numbered among them. Each rank is in one such part of all ranks, and all make
-            the same exchanges, each in its own part. None for all ranks.
+    Peers are numbered among `members`, some ranks, ascending; None for all ranks. Each rank is in one such part of all ranks,
+    and all make the same exchanges, each in its own part.
     """
 
     def __init__(
