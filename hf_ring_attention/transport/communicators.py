@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -87,13 +87,9 @@ class ProcessGroupCommunicator:
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
 
-    @cached_property
-    def _companion(self) -> Any:
-        return companion_of(self.group)
-
     def _beside(self, tensors: Sequence[Tensor]) -> Any:
         """Returns the companion if the group needs it for these tensors; an agreement of all ranks needs it first."""
-        return self._companion if all(x.is_cpu for x in tensors) else None
+        return companion_of(self.group) if all(x.is_cpu for x in tensors) else None
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Wait:
         names = [f"sending to rank {peer}" for peer, _ in sends]
