@@ -64,9 +64,7 @@ class StepExplanation:
     """The attention and the mixers of all layers of a model in one step, over a ring."""
 
     base: Explanation  # the call that decides the layout
-    calls: list[
-        tuple[list[int], Explanation]
-    ]  # for each pattern the numbers of its layers, and the call of one of them
+    calls: list[tuple[list[int], Explanation]]  # for each pattern the numbers of its layers, and one layer's call
     mixers: RankTraffic | None  # the bytes of each rank in one layer with a mixer; None without mixers
     flops: int  # of the busiest rank's forward pass
     imbalance: float  # the same over the mean
