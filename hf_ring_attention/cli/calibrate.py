@@ -94,11 +94,7 @@ def calibrate_command(args: Namespace) -> None:
 
 
 def rows_of(tokenizer: Any, name: str, content: str, tokens: int, count: int) -> list[Tensor]:
-    """Returns rows [tokens] of a text, spread evenly over it, behind the tokens with which the model's texts open.
-
-    Raises:
-        ValueError: a text of fewer tokens.
-    """
+    """Returns rows [tokens] of a text, spread evenly over it, behind the tokens with which the model's texts open."""
     import torch
 
     from ..evaluation.texts import tokenized_text

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import json
 from argparse import BooleanOptionalAction, Namespace
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ..cost.memory import NUMBER_BYTES, PARALLELS
 from .options import Parser, at_least, checked, memory_size, token_count
-from .output import print_json, print_table, short_bytes, short_count
+from .output import print_table, short_bytes, short_count
 
 if TYPE_CHECKING:
     from ..cost.estimate import Estimate
@@ -64,7 +65,7 @@ def estimate_command(args: Namespace) -> None:
 
         plot_estimate(answer, args.plot)
     if args.json:
-        print_json(figures)
+        print(json.dumps(figures, indent=1))
         return
     _print_estimate(answer, figures, args.model)
     if args.plot is not None:

@@ -8,11 +8,11 @@ from typing import Any
 
 from ..cost.explain import Explanation
 from ..cost.layers import ModelAttention, ModelMixers, StepExplanation, explain_layers
+from ..hf.models import why_not
 from ..plan.choices import check_choices
 from ..plan.patterns import Pattern
 from ..plan.problem import Documents
 from ..plan.traffic import RankTraffic
-from .models import why_not
 from .options import Parser, Refusal, at_least, checked
 from .output import layer_numbers, print_table, short_bytes, short_count, terminal
 
@@ -74,8 +74,7 @@ def attention_of_config(args: Namespace, pattern: Pattern | None) -> ModelAttent
         attention = attention_of_model(load_config(args.model, trust=args.trust_remote_code), args.model, pattern)
     except ValueError as error:
         raise Refusal(f"{error}; or, for attention alone, give --heads, --kv-heads and --head-dim", "--model") from None
-    reason = why_not(attention.model_type, getattr(args, "ranks", 1))
-    if reason:
+    if reason := why_not(attention.model_type, getattr(args, "ranks", 1)):
         raise Refusal(reason, "--model")
     return attention
 
@@ -100,7 +99,6 @@ def key_value_heads(heads: int, kv_heads: int | None) -> int:
 
 
 def _print_step(step: StepExplanation, facts: list[tuple[str, str]]) -> None:
-    """Prints facts and reasons, FLOPs, and the bytes of each transport."""
     from rich.table import Table
     from rich.text import Text
 
@@ -149,16 +147,14 @@ def _facts(args: Namespace, attention: ModelAttention, step: StepExplanation) ->
 
 
 def _mixers_in_words(mixers: ModelMixers, step: StepExplanation, ranks: int) -> str:
-    """Returns the work of a hybrid's mixers over a ring, in a sentence."""
     where = f"in layers {layer_numbers(mixers.layers)}"
     if step.mixers is None or ranks == 1:
         return f"{where}, on one rank"
     sent = f"{short_bytes(step.mixers.forward.sent)} sent a layer"
     if mixers.numbers is not None:
         return f"{where}; their states pass from rank to rank, {sent}"
-    return (
-        f"{where}; each rank gathers whole rows, {sent}, and computes up to {ranks} times the work of one device in all"
-    )
+    gathers = f"each rank gathers whole rows, {sent}"
+    return f"{where}; {gathers}, and computes up to {ranks} times the work of one device in all"
 
 
 def _flop_cells(most: int, work: Explanation | StepExplanation) -> tuple[str, ...]:

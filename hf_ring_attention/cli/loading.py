@@ -30,21 +30,17 @@ def ring_of_processes() -> tuple[Ring, torch.device]:
 
 
 def load_tokenizer(source: str, trust: bool) -> Any:
-    """Returns the tokenizer of a folder or hub id; raises a ValueError if it cannot be loaded."""
     return _loaded(AutoTokenizer, source, trust_remote_code=trust)
 
 
 def load_model(source: str, dtype: str, device: Any, trust: bool) -> Any:
-    """Returns the causal language model of a folder or hub id on a device, with the attention "ring_dilated".
-
-    Raises:
-        ValueError: one that cannot be loaded, or that ring_dilated does not compute.
-    """
+    """Returns the causal language model of a folder or hub id on a device, with the attention "ring_dilated"."""
     settings = {"attn_implementation": IMPLEMENTATION, "dtype": getattr(torch, dtype), "trust_remote_code": trust}
     return _loaded(AutoModelForCausalLM, source, **settings).to(device)
 
 
 def _loaded(kind: Any, source: str, **settings: Any) -> Any:
+    """Returns what a class of Transformers loads from a folder or hub id; raises a ValueError if it cannot."""
     if not sys.stderr.isatty():
         disable_progress_bar()
     try:

@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Iterable
 from importlib.metadata import version
 
-from ..hf.models import ModelSupport, release_of_table, supported_models
+from ..hf.models import release_of_table, supported_models
 from .options import Parser, Refusal
 from .output import print_table
 
@@ -28,21 +28,16 @@ def models_command(args: Namespace) -> None:
     """
     by_type = {model.model_type: model for model in supported_models()}
     models = [by_type[name] for name in args.types or by_type if name in by_type]
-    if models:
-        _print_each(models)
+    installed, tested = version("transformers"), release_of_table()  # Transformers itself takes seconds to load.
+    newer = f"Transformers {installed} is installed, and this table is of {tested}: patch_model looks at the model."
+    yes = {True: "yes", False: "no"}
+    rows = [(x.model_type, x.status, yes[x.ring], yes[x.packed], x.reason or "") for x in models]
+    if rows:
+        headings = ("type", "status", "ring", "packed rows", "reason")
+        print_table("", headings, rows, [newer] if installed != tested else [], left=5)
     for name in args.types:
         if name not in by_type:
             raise Refusal(_not_listed(name, by_type), "TYPE")
-
-
-def why_not(model_type: str, ranks: int) -> str | None:
-    """Returns why a model type is not computed on so many ranks, by the table; None if the table does not refuse it."""
-    support = next((model for model in supported_models() if model.model_type == model_type), None)
-    accepted = {"supported": ranks == 1, "untested": True, "refused": False}
-    if support is None or support.ring or accepted[support.status]:
-        return None
-    where = " over a ring" if support.status == "supported" else ""
-    return f"models of type {model_type!r} are not computed{where}: {support.reason}"
 
 
 def _not_listed(name: str, listed: Iterable[str]) -> str:
@@ -54,12 +49,3 @@ def _not_listed(name: str, listed: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, listed, n=3)
     hint = f": did you mean {' or '.join(near)}?" if near else "."
     return f"{name!r} is not a model type of Transformers {release_of_table()}{hint} Types are such as llama, in config.json"
-
-
-def _print_each(models: list[ModelSupport]) -> None:
-    installed, tested = version("transformers"), release_of_table()  # Transformers itself takes seconds to load.
-    newer = f"Transformers {installed} is installed, and this table is of {tested}: patch_model looks at the model."
-    yes = {True: "yes", False: "no"}
-    rows = [(x.model_type, x.status, yes[x.ring], yes[x.packed], x.reason or "") for x in models]
-    headings = ("type", "status", "ring", "packed rows", "reason")
-    print_table("", headings, rows, [newer] if installed != tested else [], left=5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -26,11 +25,7 @@ def terminal() -> Any:
 def print_table(
     title: str, headings: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str] = (), *, left: int = 1
 ) -> None:
-    """Prints a table, and below it notes, a line each.
-
-    Args:
-        left: how many of the first columns are aligned to the left; the others are aligned to the right.
-    """
+    """Prints a table, and below it notes, a line each; all columns but the first `left` ones are aligned to the right."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -76,11 +71,6 @@ def stdout_left_alone() -> Iterator[None]:
     finally:
         os.dup2(stdout_copy, 1)
         os.close(stdout_copy)
-
-
-def print_json(figures: Any) -> None:
-    """Prints figures as JSON to stdout."""
-    print(json.dumps(figures, indent=1))
 
 
 def short_count(tokens: int) -> str:

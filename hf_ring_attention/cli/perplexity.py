@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
 from .options import Parser, Refusal, checked, comma_list, pattern_text, text_file, token_count
-from .output import print_json, print_table, short_count, stdout_left_alone
+from .output import print_table, short_count, stdout_left_alone
 
 #: In place of a pattern's text: the pattern in the model's config.
 OWN = "own"
@@ -37,12 +38,8 @@ def add_perplexity(parser: Parser) -> None:
     add("texts", metavar="TEXT_FILE", nargs="+", type=text_file, help="Texts in UTF-8.")
     text = f"A pattern, a file calibration.json, or own: the config's; repeatable (default {' '.join(USUAL_PATTERNS)})."
     add("--pattern", metavar="TEXT", action="append", type=pattern_or_file, help=text)
-    add(
-        "--tokens",
-        metavar="N",
-        type=token_count(2),
-        help="First tokens of each text (default 4k, or most of --lengths).",
-    )
+    text = "First tokens of each text (default 4k, or most of --lengths)."
+    add("--tokens", metavar="N", type=token_count(2), help=text)
     text = "Context lengths: texts are cut into windows of each."
     add("--lengths", metavar="N,N,...", type=comma_list(token_count(2)), help=text)
     add("--stride", metavar="N", type=token_count(), help="With --lengths: windows advance by so many tokens.")
@@ -86,7 +83,8 @@ def perplexity_command(args: Namespace) -> None:
         model = checked("MODEL", load_model, args.model, args.dtype, device, trust)
         rows = _measured(args, model, texts, lengths, ring)
     if ring.rank == 0 and args.json:
-        print_json({"model": args.model, "dtype": args.dtype, "processes": ring.world_size, "rows": rows})
+        setting = {"model": args.model, "dtype": args.dtype, "processes": ring.world_size}
+        print(json.dumps({**setting, "rows": rows}, indent=1))
     elif ring.rank == 0:
         _print_rows(rows, f"{args.model}, {args.dtype}", bool(args.lengths))
 

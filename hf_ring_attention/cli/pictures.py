@@ -30,20 +30,13 @@ QUERIES_OF_A_ROW = 128
 
 @dataclass(frozen=True)
 class VisiblePairs:
-    """A causal document as squares, [bins, bins]: queries from above, keys from the left.
-
-    Attributes:
-        share: the share of the pairs in each square that are seen, sinks left out.
-        sinks: how many first tokens every query sees.
-        possible: the share of the pairs in each square that causality allows.
-        edges: the first tokens of squares, and the end of the last one.
-    """
+    """A causal document as squares, [bins, bins]: queries from above, keys from the left."""
 
     length: int
-    share: np.ndarray
-    sinks: int
-    possible: np.ndarray
-    edges: np.ndarray
+    share: np.ndarray  # of the pairs in each square that are seen, sinks left out
+    sinks: int  # how many first tokens every query sees
+    possible: np.ndarray  # the share of the pairs in each square that causality allows
+    edges: np.ndarray  # the first tokens of squares, and the end of the last one
 
     @property
     def share_of_causal(self) -> float:

@@ -47,11 +47,7 @@ def _save(figure: Any, path: Path, legend: Sequence[Patch] = (), columns: int = 
 def plot_patterns(
     patterns: Mapping[str, Pattern], length: int, path: Path, *, head: int | None, num_heads: int, num_kv_heads: int
 ) -> None:
-    """Draws who attends to whom under each pattern, in a document of any length, to a file.
-
-    Args:
-        head: the head whose keys are drawn; None for the keys that any of the heads sees.
-    """
+    """Draws the keys that a head sees under each pattern, or for None any of the heads, in a document of any length."""
     figure = Figure(figsize=(1.6 + 3.6 * len(patterns), 4.9), layout="constrained")
     axes = figure.subplots(1, len(patterns), squeeze=False)[0]
     colours = LinearSegmentedColormap.from_list("seen", ["#5b2a86", "#b5367a", "#f1605d", "#feb078", "#fcfdbf"])

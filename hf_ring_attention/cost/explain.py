@@ -30,19 +30,13 @@ def number_bytes(dtype: Any) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class RankShare:
-    """The work of one rank in one attention call.
-
-    Attributes:
-        forward_flops: floating point operations of the forward pass, 2 (D + Dv) for each query-key pair; backward has
-            2.5 times as many.
-        ring, collective, heads: the bytes that each transport would move and hold; None if heads do not divide.
-    """
+    """The work of one rank in one attention call, and the bytes that each transport would move and hold."""
 
     rank: int
-    forward_flops: int
+    forward_flops: int  # of the forward pass, 2 (D + Dv) for each query-key pair; backward has 2.5 times as many
     ring: RankTraffic
     collective: RankTraffic
-    heads: RankTraffic | None
+    heads: RankTraffic | None  # None if heads do not divide
 
 
 @dataclass(frozen=True)

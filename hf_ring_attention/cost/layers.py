@@ -16,17 +16,12 @@ from .explain import Explanation, explain, number_bytes
 
 @dataclass(frozen=True)
 class ModelMixers:
-    """The mixers of a hybrid model, in the layers of these numbers.
-
-    Attributes:
-        numbers: what one mixer gathers for each run of a document; None if it gathers whole rows, of `width` features.
-        with_positions: whether each gathered row has its position beside it.
-    """
+    """The mixers of a hybrid model, in the layers of these numbers."""
 
     layers: tuple[int, ...]
-    numbers: StateNumbers | None
-    width: int
-    with_positions: bool
+    numbers: StateNumbers | None  # what one mixer gathers for each run of a document; None if it gathers whole rows
+    width: int  # the features of a row
+    with_positions: bool  # whether each gathered row has its position beside it
 
     def traffic(self, layout: SequenceLayout, number_sizes: tuple[int, int], documents: Documents) -> RankTraffic:
         """Returns the bytes of each rank in one of these layers, in the layout that attention decides."""
@@ -37,13 +32,7 @@ class ModelMixers:
 
 @dataclass(frozen=True)
 class ModelAttention:
-    """The attention of a model.
-
-    Attributes:
-        base: the pattern of layers without their own window or chunks; it also decides the layout.
-        layers: the pattern of each layer that attends; these layers have the `numbers` in the model.
-        mixers: the other modules of a hybrid that mix tokens; None in all other models.
-    """
+    """The attention of a model."""
 
     name: str
     model_type: str
@@ -51,10 +40,10 @@ class ModelAttention:
     num_kv_heads: int
     head_dim: int
     value_dim: int
-    base: Pattern
-    layers: tuple[Pattern, ...]
-    numbers: tuple[int, ...]
-    mixers: ModelMixers | None = None
+    base: Pattern  # of layers without their own window or chunks; it also decides the layout
+    layers: tuple[Pattern, ...]  # of each layer that attends
+    numbers: tuple[int, ...]  # of these layers in the model
+    mixers: ModelMixers | None = None  # the other modules of a hybrid that mix tokens
 
     def layers_of_patterns(self) -> dict[Pattern, list[int]]:
         """Returns the numbers of the layers that have each pattern."""
@@ -72,24 +61,15 @@ class ModelAttention:
 
 @dataclass(frozen=True)
 class StepExplanation:
-    """The attention and the mixers of all layers of a model in one step, over a ring.
+    """The attention and the mixers of all layers of a model in one step, over a ring."""
 
-    Attributes:
-        base: the call that decides the layout.
-        calls: for each pattern the numbers of its layers, and the call of one of them.
-        mixers: the bytes of each rank in one layer with a mixer; None without mixers.
-        flops: of the busiest rank's forward pass; `imbalance` is the same over the mean.
-        flop_share: the FLOPs of all ranks, as a share of exact attention's.
-        traffic: the most bytes that any rank moves in all layers, and holds at once.
-    """
-
-    base: Explanation
-    calls: list[tuple[list[int], Explanation]]
-    mixers: RankTraffic | None
-    flops: int
-    imbalance: float
-    flop_share: float
-    traffic: RankTraffic
+    base: Explanation  # the call that decides the layout
+    calls: list[tuple[list[int], Explanation]]  # for each pattern the numbers of its layers, and one layer's call
+    mixers: RankTraffic | None  # the bytes of each rank in one layer with a mixer; None without mixers
+    flops: int  # of the busiest rank's forward pass
+    imbalance: float  # the same over the mean
+    flop_share: float  # the FLOPs of all ranks, as a share of exact attention's
+    traffic: RankTraffic  # the most bytes that any rank moves in all layers, and holds at once
 
 
 def explain_patterns(attention: ModelAttention, **call: Any) -> dict[Pattern, Explanation]:

@@ -12,7 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from ..hf.config import PatternsOfLayers, layer_pattern, patch_config
-from ..hf.hybrid_types import MIXERS
+from ..hf.hybrid_types import MIXER_LAYERS, MIXERS
 from ..plan.branches import Branch, Segment, Window
 from ..plan.patterns import Pattern
 from ..plan.state_runs import StateNumbers, delta_rule_sums, selective_sums, state_space_sums
@@ -26,9 +26,8 @@ _UNREADABLE = (
 _MOST = 65536
 _LISTED = re.compile("(layers?|heads?|experts)$")
 
-#: The kinds of layers that attend, and the kinds that have a mixer; a "hybrid" layer has both.
+#: The kinds of layers that attend; a "hybrid" layer has a mixer, too.
 _ATTENDING = ("full_attention", "sliding_attention", "chunked_attention", "attention", "hybrid")
-_MIXING = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid")
 
 _MAMBA_2 = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
 #: The names of the sizes of Mamba 2: heads, size of a head, size of the state, groups, and tokens of the convolution.
@@ -44,11 +43,7 @@ _GATHERED = {"minimax": False, "recurrent_gemma": True}
 
 
 def load_config(model: str, *, trust: bool = False) -> PretrainedConfig:
-    """Returns the config of a model: of a folder with a config.json, that file itself, or a hub id.
-
-    Args:
-        trust: whether code that comes with the model may run.
-    """
+    """Returns the config of a folder with a config.json, of that file, or of a hub id; `trust` lets the model's code run."""
     if Path(model).is_dir() and not Path(model, "config.json").is_file():
         raise ValueError(f"the folder {model!r} has no config.json: name the folder of a model")
     try:
@@ -103,12 +98,7 @@ def _check_counts(written: Mapping[str, Any]) -> None:
 def attention_of_model(
     config: PretrainedConfig, name: str, pattern: Pattern | PatternsOfLayers | None = None
 ) -> ModelAttention:
-    """Returns the attention of the text model that a config describes.
-
-    Args:
-        name: of the model in errors.
-        pattern: replaces the patterns that the config has, as `patch_config` does.
-    """
+    """Returns the attention of the text model that a config describes; a pattern replaces the config's, as `patch_config`."""
     if pattern is not None:
         config = patch_config(copy.deepcopy(config), pattern)
     text = config.get_text_config(decoder=True)
@@ -133,7 +123,7 @@ def attention_of_model(
     if not own:
         raise ValueError(f"no layer of {name!r} attends: its layers are {', '.join(sorted(set(kinds)))}")
     layers = {number: layer_pattern(text, number, branch) for number, branch in own.items()}
-    mixing = tuple(number for number, kind in enumerate(kinds) if kind in _MIXING)
+    mixing = tuple(number for number, kind in enumerate(kinds) if kind in MIXER_LAYERS)
     mixers = None
     if mixing and text.model_type in MIXERS:
         mixers = ModelMixers(mixing, _numbers_of_run(text), text.hidden_size, _GATHERED.get(text.model_type, False))

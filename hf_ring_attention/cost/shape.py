@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
-from ..hf.models import supported_models
+from ..hf.models import why_not
 from ..hf.registration import IMPLEMENTATION
 from ..hybrids.models import mixers_of
 from ..plan.patterns import Pattern
@@ -34,62 +34,40 @@ _MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "in
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The sizes of one layer.
+    """The sizes of one layer."""
 
-    Attributes:
-        parameters: the number of parameters, all experts included; a later layer has `shared` of them, too.
-        mlp_width: the features of the MLP for one token: of all of its experts together, if there are `experts`.
-        gated: whether the MLP multiplies two projections.
-        norm_widths: the features of each norm whose output goes to linear layers.
-        head_norm_width: the features of norms of queries and keys, whose outputs go to the rotary embedding.
-        attends: whether it has attention; layers of hybrids may lack it.
-        gate_width: the features of a gate of attention's output, and of the product; 0 without a gate.
-    """
-
-    parameters: int
-    shared: int
-    mlp_width: int
+    parameters: int  # all experts included
+    shared: int  # of the parameters, with a later layer
+    mlp_width: int  # the features of the MLP for one token: of all of its experts together, if there are `experts`
     experts: int
     experts_per_token: int
-    gated: bool
-    norm_widths: tuple[int, ...]
-    head_norm_width: int
-    attends: bool
-    gate_width: int
+    gated: bool  # whether the MLP multiplies two projections
+    norm_widths: tuple[int, ...]  # the features of each norm whose output goes to linear layers
+    head_norm_width: int  # the features of norms of queries and keys, whose outputs go to the rotary embedding
+    attends: bool  # whether it has attention; layers of hybrids may lack it
+    gate_width: int  # the features of a gate of attention's output, and of the product; 0 without a gate
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a model.
-
-    Attributes:
-        attention: heads, and the pattern of each layer.
-        embedding: the parameters of the token embeddings; the head has as many, or is the same tensor.
-        parameters: the number of all parameters; `largest` is the number in the largest tensor.
-    """
+    """The sizes of a model."""
 
     attention: ModelAttention
     model_type: str
     width: int
     vocabulary: int
-    embedding: int
+    embedding: int  # the parameters of the token embeddings; the head has as many, or is the same tensor
     layers: tuple[LayerShape, ...]
     parameters: int
-    largest: int
+    largest: int  # the number of parameters in the largest tensor
 
 
 def shape_of_model(model: Any, pattern: Pattern | None = None) -> ModelShape:
-    """Returns the sizes of a model.
-
-    Args:
-        model: a Transformers model or config, the dict of a config, a folder with a config.json, or an id of the hub.
-        pattern: replaces the config's pattern of layers without their own window.
-    """
+    """Returns the sizes of what `config_of` reads; a pattern replaces the config's for layers without their own window."""
     config = config_of(model)
     text = copy.deepcopy(config.get_text_config())
-    support = next((one for one in supported_models() if one.model_type == text.model_type), None)
-    if support is not None and support.status == "refused":
-        raise ValueError(f"models of type {text.model_type!r} are not computed: {support.reason}")
+    if refused := why_not(text.model_type):
+        raise ValueError(refused)
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"Transformers makes no causal language model of type {text.model_type!r}")
     attention = attention_of_model(config, config.name_or_path or text.model_type, pattern)

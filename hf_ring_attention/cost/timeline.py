@@ -46,9 +46,8 @@ class Timeline:
 def ring_timeline(problem: Problem, *, pair_flops: int, row_bytes: int, flops: float, bandwidth: float) -> Timeline:
     """Returns the forward pass of the ring transport.
 
-    Args:
-        pair_flops: the floating point operations of a query-key pair; row_bytes: the bytes of a key row and its value row.
-        flops, bandwidth: the operations of a device, and the bytes that a rank sends to the next one, in a second.
+    A query-key pair takes `pair_flops` operations, and a key row has `row_bytes` with its value row. In a second, a device
+    makes `flops` operations, and a rank sends `bandwidth` bytes to the next one.
     """
     ranks = range(problem.layout.world_size)
     steps = [(lap, number) for lap in ring_laps(problem) for number in range(0 if lap.with_own else 1, lap.steps + 1)]
@@ -78,7 +77,6 @@ def ring_timeline(problem: Problem, *, pair_flops: int, row_bytes: int, flops: f
 
 
 def _pairs(problem: Problem, lap: Lap, number: int, rank: int) -> int:
-    """Returns the query-key pairs of a rank at a step."""
     if (number == 0 and not lap.with_own) or (number > 0 and lap.hop(rank, number) is None):
         return 0
     batches = of_heads(tiles_from(problem, rank, lap.source(rank, number)), lap.heads, problem.group)

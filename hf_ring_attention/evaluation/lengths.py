@@ -95,9 +95,8 @@ def windowed_nll(
     end. Without a stride, they follow each other, and a shorter rest is left out, unless there is nothing else.
     The first `opening` of the tokens, ids [n], open each window and are not scored.
 
-    Returns:
-        [n] float32 on the CPU, NaN for tokens that are not scored: the rest, and the first token of a window without opening
-        tokens, unless an earlier window scored it.
+    The nll is [n] float32 on the CPU, NaN for tokens that are not scored: the rest, and the first token of a window without
+    opening tokens, unless an earlier window scored it.
     """
     room, end = window - opening, len(ids)
     if room < 1 or window < 2:

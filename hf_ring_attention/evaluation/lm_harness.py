@@ -52,11 +52,6 @@ class RingLM(HFLM):
         ring_layout, ring_transport, ring_heads, ring_kernel: as `layout`, `transport`, `heads` and `kernel` of `Ring`.
         logits_at_once: on a ring, the tokens whose logits exist at once while the likelihood of a whole text is measured.
         arguments: of `hf`: batch_size, max_length, dtype, peft, add_bos_token, device, ...
-
-    Raises:
-        ValueError: on every process, before a model is loaded: a wrong pattern or ring_size, or an argument of `hf` that a ring
-            cannot obey. Later, on every rank of a ring: requests that differ between its ranks, or a cache of answers.
-        NotImplementedError: a model that ring_dilated does not compute.
     """
 
     def __init__(

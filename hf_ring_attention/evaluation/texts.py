@@ -24,7 +24,8 @@ class TokenizedText:
 
 def tokenized_text(text: str, tokenizer: Any, count: int | None) -> TokenizedText:
     """Returns `count` tokens of a text, opening tokens included; fewer if the text is shorter, and all if it is None."""
-    part, opening = text if count is None else beginning_of(text, count), opening_tokens(tokenizer)
+    # A prefix has at least `count` tokens; all but its last few are also tokens of the whole text.
+    part, opening = text if count is None else text[: 40 * count + 1000], opening_tokens(tokenizer)
     places = bool(getattr(tokenizer, "is_fast", False))
     encoded = tokenizer(part, add_special_tokens=False, return_offsets_mapping=places, verbose=False)
     ids = torch.cat([opening, torch.tensor(encoded["input_ids"], dtype=torch.int64)])[:count]
@@ -41,8 +42,3 @@ def opening_tokens(tokenizer: Any) -> Tensor:
     text, whole = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
     places = (first for first in range(len(whole)) if whole[first : first + len(text)] == text)
     return torch.tensor(whole[: next(places, 0)], dtype=torch.int64)
-
-
-def beginning_of(text: str, tokens: int) -> str:
-    """Returns a prefix of a text with at least `tokens` tokens; all but its last few are also tokens of the whole text."""
-    return text[: 40 * tokens + 1000]

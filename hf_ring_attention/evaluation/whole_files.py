@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -33,11 +33,9 @@ def write_whole(path: Path, text: str) -> None:
 def own_folder(folder: Path) -> Iterator[None]:
     """Makes a folder if it is missing, and refuses it to other processes that call this while the context is open."""
     folder.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(FileLock(folder / ".lock", timeout=0))
-        except Timeout:
-            raise ValueError(
-                f"another process writes to the folder {str(folder)!r}: wait for it, or name another one"
-            ) from None
+    try:
+        lock = FileLock(folder / ".lock").acquire(timeout=0)
+    except Timeout:
+        raise ValueError(f"another process writes to the folder {str(folder)!r}: wait, or name another one") from None
+    with lock:
         yield

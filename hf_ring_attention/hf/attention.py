@@ -6,8 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,8 +43,18 @@ Settings = tuple[float, float | None, int | None, float | None]
 TAP = "_ring_dilated_tap"
 
 
-@dataclass(frozen=True, eq=False)
-class _LayerCall:
+class _LayerArguments(NamedTuple):
+    """The arguments of a layer's call of attention."""
+
+    module: nn.Module
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None]  # queries, keys, values and sinks
+    mask: Tensor | Tokens | None
+    settings: Settings
+    others: Mapping[str, Any]  # by their names
+    recorded: bool | None = None  # whether a graph records gradients; None outside of graphs
+
+
+class _LayerCall(NamedTuple):
     """A layer's call of attention, which serves all layers of a forward pass that come with equal arguments."""
 
     call: CheckedCall
@@ -80,16 +89,12 @@ def ring_dilated_attention(
 
     Returns:
         out [B, m, H, Dv], and None for the weights that are never formed.
-
-    Raises:
-        ValueError: dropout, attention weights asked for, a mask that is not [B, n], packed rows that contradict it, a
-            pattern that reaches keys which the cache has dropped, or heads that do not divide among the ranks.
-        NotImplementedError: position biases, head masks, paged caches and cross-attention.
     """
     device = query.device.type
     if torch.is_autocast_enabled(device):
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     settings = (dropout, scaling, sliding_window, softcap)
+    arguments = module, (query, key, value, s_aux), attention_mask, settings, kwargs
     if torch.compiler.is_dynamo_compiling():
         attachment, named = attachment_of(module), names_rows_in_graph(attention_mask)
         others = [name for name, x in kwargs.items() if x is not None and x is not False and name != CALL]
@@ -99,20 +104,13 @@ def ring_dilated_attention(
             text = f"{attachment.number} {' '.join(others)}"
             out, _ = torch.ops.hf_ring_attention.attend(query, key, value, s_aux, attention_mask, 0, text, numbers)
             return out.transpose(1, 2).contiguous(), None
-        return _layer_attention_at_a_break(module, (query, key, value, s_aux), attention_mask, settings, kwargs), None
-    return _layer_attention(module, (query, key, value, s_aux), attention_mask, settings, kwargs), None
+        return _layer_attention_at_a_break(*arguments), None
+    return _layer_attention(*arguments), None
 
 
-def _layer_attention(
-    module: nn.Module,
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    mask: Tensor | None,
-    settings: Settings,
-    kwargs: Mapping[str, Any],
-) -> Tensor:
-    """Returns out [B, m, H, Dv] of a layer."""
-    now = forward_pass_of(getattr(module, "config", None))
-    layer = _layer_of(module, now, tensors, mask, settings, kwargs)
+def _layer_attention(module: nn.Module, tensors: Any, *others: Any) -> Tensor:
+    """Returns out [B, m, H, Dv] of a layer, by its `_LayerArguments`."""
+    layer = _layer_of(_LayerArguments(module, tensors, *others), forward_pass_of(getattr(module, "config", None)))
     query, key, value, s_aux = tensors
     layout, valid = layer.tokens.layout, layer.tokens.valid
     if layout is not None:
@@ -135,79 +133,52 @@ _layer_attention_at_a_break = torch.compiler.disable(_layer_attention, reason=UN
 
 
 def call_in_graph(
-    now: ForwardPass,
-    tokens: Tokens,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    layer: GraphLayer,
+    now: ForwardPass, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layer: GraphLayer
 ) -> CheckedCall:
     """Returns the call of a layer inside a graph; the first layer of a kind in a forward pass checks and plans it."""
     module, *others = layer.text.split()
     dropout, scaling, window, softcap = (None if math.isnan(x) else x for x in layer.numbers[1:])
     of_layer = dropout or 0.0, scaling, None if window is None else int(window), softcap
-    given, tensors = dict.fromkeys(others, True), (query, key, value, sinks)
-    return _layer_of(MODULES[int(module)], now, tensors, tokens, of_layer, given, layer.recorded).call
+    given = dict.fromkeys(others, True)
+    arguments = _LayerArguments(MODULES[int(module)], (q, k, v, sinks), tokens, of_layer, given, layer.recorded)
+    return _layer_of(arguments, now).call
 
 
-def _layer_of(
-    module: nn.Module,
-    now: ForwardPass | None,
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    mask: Tensor | Tokens | None,
-    settings: Settings,
-    kwargs: Mapping[str, Any],
-    recorded_in_graph: bool | None = None,
-) -> _LayerCall:
+def _layer_of(arguments: _LayerArguments, now: ForwardPass | None) -> _LayerCall:
     """Returns the call of a layer, or of an earlier layer of its kind in this pass."""
     if now is None:
-        return _layer_call(module, now, tensors, mask, settings, kwargs, recorded_in_graph)
-    kind = _kind_of_call(module, now, tensors, mask, settings, kwargs)
+        return _layer_call(arguments, now)
+    kind = _kind_of_call(arguments, now)
     layer: _LayerCall | None = now.calls.get(kind)
     if layer is None:
-        layer = _layer_call(module, now, tensors, mask, settings, kwargs, recorded_in_graph)
-        if layer.tokens.causal is not None or isinstance(mask, Tokens):  # The kind holds all that decides its keys.
+        layer = _layer_call(arguments, now)
+        # The kind holds all that decides its keys.
+        if layer.tokens.causal is not None or isinstance(arguments.mask, Tokens):
             now.calls[kind] = layer
     return layer
 
 
-def _kind_of_call(
-    module: nn.Module,
-    now: ForwardPass,
-    tensors: tuple[Tensor | None, ...],
-    mask: Tensor | Tokens | None,
-    settings: Settings,
-    kwargs: Mapping[str, Any],
-) -> Any:
+def _kind_of_call(arguments: _LayerArguments, now: ForwardPass) -> Any:
     """Returns what the calls of two layers have in common if one `_LayerCall` serves both; arguments of layers last a pass."""
+    module, tensors, mask, settings, others, _ = arguments
     own = now.own_patterns.get(getattr(module, "layer_idx", -1))
     keys = _own_branch(module, settings[2]) if isinstance(mask, Tokens) else number_of(mask)
     return (
         (type(module), own, keys, torch.is_grad_enabled(), *settings),
         *[None if x is None else (x.shape, x.dtype, x.device, x.requires_grad) for x in tensors],
-        *[(name, x if isinstance(x, (int, float)) else id(x)) for name, x in kwargs.items() if x is not None],
+        *[(name, x if isinstance(x, (int, float)) else id(x)) for name, x in others.items() if x is not None],
     )
 
 
-def _layer_call(
-    module: nn.Module,
-    now: ForwardPass | None,
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    mask: Tensor | Tokens | None,
-    settings: Settings,
-    kwargs: Mapping[str, Any],
-    recorded_in_graph: bool | None,
-) -> _LayerCall:
+def _layer_call(arguments: _LayerArguments, now: ForwardPass | None) -> _LayerCall:
     """Checks a layer's call, decides its pattern, documents and ring, and plans it."""
     check_not_traced()
-    query, key, value, sinks = tensors
-    dropout, scaling, sliding_window, softcap = settings
+    module, (query, key, value, sinks), mask, (_, scaling, sliding_window, softcap), kwargs, recorded = arguments
     if now is not None:
         now.attended = True
     ring = ring_of_calls(module, now is not None and now.whole)
     try:
-        _check_call(module, now, mask, dropout, kwargs)
+        _check_call(arguments, now)
         tokens = mask if isinstance(mask, Tokens) else tokens_of(mask)
         if ring.world_size > 1 and tokens.layout is None and tokens.held is None:
             raise ValueError(
@@ -234,9 +205,7 @@ def _layer_call(
     options: dict[str, Any] = {"pattern": pattern, "ring": ring, "layout": tokens.layout, "causal": causal}
     options |= {"scale": scaling, "documents": documents, "softcap": softcap, "head_shard": heads}
     try:
-        call = checked_call(
-            query, key, value, sinks, Options(**options, held=held, recorded_in_graph=recorded_in_graph)
-        )
+        call = checked_call(query, key, value, sinks, Options(**options, held=held, recorded_in_graph=recorded))
     except ValueError as refused:
         raise ValueError(f"{_name_of(module)}: {refused}") from None
     return _LayerCall(call, options, tokens, of_model)
@@ -256,7 +225,6 @@ def _pattern_of(module: nn.Module, of_model: Branch | None) -> Pattern:
 
 
 def _name_of(module: nn.Module) -> str:
-    """Returns the name of a layer in errors."""
     return f"{type(module).__name__}: layer {getattr(module, 'layer_idx', None)}"
 
 
@@ -342,10 +310,9 @@ def _check_padding_and_pieces(
         )
 
 
-def _check_call(
-    module: nn.Module, now: ForwardPass | None, mask: Any, dropout: float, kwargs: Mapping[str, Any]
-) -> None:
+def _check_call(arguments: _LayerArguments, now: ForwardPass | None) -> None:
     """Refuses dropout, a request for attention weights, and inputs that would change the scores, the keys or documents."""
+    module, _, mask, (dropout, *_), kwargs, _ = arguments
     name = type(module).__name__
     if dropout:
         raise ValueError(

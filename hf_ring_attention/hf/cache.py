@@ -72,15 +72,11 @@ class ShardedLayer(DynamicLayer):
 
 
 class ShardedCache(Cache):
-    """The cache that `prefill` returns. Its length is the length of the whole sequence; `crop` goes back to it.
-
-    Attributes:
-        layout: the layout of the prefilled row.
-    """
+    """The cache that `prefill` returns. Its length is the length of the whole sequence; `crop` goes back to it."""
 
     def __init__(self, layout: SequenceLayout, config: PretrainedConfig) -> None:
         Cache.__init__(self, layers=self.layers_of(layout, config))
-        self.layout = layout
+        self.layout = layout  # of the prefilled row
 
     @staticmethod
     def layers_of(layout: SequenceLayout, config: PretrainedConfig) -> list[Any]:
@@ -155,33 +151,23 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
     with ring.agreement("prefill"):
         if hybrids is not None:
             hybrids.check_prefill(inner)
-        mask = _checked_mask(
-            inner, input_ids, attention_mask
-        )  # The forward pass compares it with the other ranks' mask.
+        # The forward pass compares the mask with the other ranks' mask.
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        if input_ids.dim() != 2 or 0 in input_ids.shape or mask.shape != input_ids.shape:
+            got = f"{tuple(input_ids.shape)} and a mask {tuple(mask.shape)}"
+            raise ValueError(f"prefill: input_ids must be [batch, tokens], like the mask, got {got}")
+        if not bool(mask.all()) and "position_ids" not in inspect.signature(inner.forward).parameters:
+            name = type(inner).__name__
+            raise ValueError(
+                f"prefill: {name} takes no position_ids, so its generate would number padded rows differently"
+            )
     layout = ring.layout_for(input_ids.shape[1], layer_pattern(config, None))
     cache: ShardedCache = (ShardedCache if hybrids is None else hybrids.sharded_hybrid_cache)(layout, config)
     positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
     # Nothing reads the hidden states, so they are not joined.
     with evaluating(inner), watched(None):
-        inner.base_model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=positions,
-            use_cache=True,
-            **cache_argument(cache),
-        )
+        batch = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": positions}
+        inner.base_model(**batch, use_cache=True, **cache_argument(cache))
     if hybrids is not None:
         cache.keep_states()  # type: ignore[attr-defined]
     return cache
-
-
-def _checked_mask(model: PreTrainedModel, ids: Tensor, mask: Tensor | None) -> Tensor:
-    """Returns the mask [B, n] of tokens; refuses rows that `generate` would not go on from."""
-    mask = torch.ones_like(ids) if mask is None else mask
-    if ids.dim() != 2 or 0 in ids.shape or mask.shape != ids.shape:
-        got = f"{tuple(ids.shape)} and a mask {tuple(mask.shape)}"
-        raise ValueError(f"prefill: input_ids must be [batch, tokens], like the mask, got {got}")
-    if not bool(mask.all()) and "position_ids" not in inspect.signature(model.forward).parameters:
-        name = type(model).__name__
-        raise ValueError(f"prefill: {name} takes no position_ids, so its generate would number padded rows differently")
-    return mask

@@ -20,11 +20,7 @@ from .rows import documents_from_mask, rows_of_call, rows_to_cut, tokens_in
 
 
 def find_rows(now: ForwardPass, kwargs: Mapping[str, Any], multiple: int = 1) -> None:
-    """Finds the rows of a call, and the part of each rank, once all ranks have come with equal calls.
-
-    Args:
-        multiple: the ranks divide a multiple of so many tokens, with padding.
-    """
+    """Finds the rows of a call once all ranks have come with equal calls, and divides a `multiple` of so many tokens."""
     ring, runner, cut_rows, cache = now.ring, now.runner, now.call.rows, cache_in(kwargs)
     own_cache = not isinstance(cache, ShardedCache) and (cache is not None or kwargs.get("use_cache") is True)
     if ring is None or ring.world_size == 1 or own_cache:
@@ -40,9 +36,8 @@ def find_rows(now: ForwardPass, kwargs: Mapping[str, Any], multiple: int = 1) ->
         now.held = _checked_step(ring, cache, tokens_in(kwargs), kwargs)
         return
     with ring.agreement("a forward pass of a model", by_digest=True) as agreed:
-        now.rows = cut_rows or rows_to_cut(
-            runner, ring, kwargs, layout=getattr(cache, "layout", None), multiple=multiple
-        )
+        layout = getattr(cache, "layout", None)
+        now.rows = cut_rows or rows_to_cut(runner, ring, kwargs, layout=layout, multiple=multiple)
         part = None if cut_rows is None or cut_rows.layout is None else cut_rows.layout.local_len
         for name, value in kwargs.items():
             if isinstance(value, Tensor) and (part is None or value.shape[1:2] != (part,)):

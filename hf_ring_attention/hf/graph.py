@@ -34,7 +34,6 @@ from .lm_loss import IGNORED
 from .masks import Tokens, tokens_of
 from .registration import IMPLEMENTATION
 from .rows import documents_from_mask, first_position, places_of
-from .support import calls_loss_function
 from .wrappers import MODULES, attached_ring, attachment_of, runner_of
 
 #: The value of `CALL` for a decoder whose last hidden states stay parts in a graph.
@@ -67,11 +66,6 @@ def fits_a_graph(model: PreTrainedModel, ring: Ring | None) -> bool:
         and (named or not in_mask)
         and not (counts_tokens or looks_at_rows or exchanges_heads)
     )
-
-
-def loss_fits_parts(model: PreTrainedModel) -> bool:
-    """Returns whether a model has the loss of next tokens, which each rank can compute for its part of the rows."""
-    return model.get_output_embeddings() is not None and calls_loss_function(type(model))
 
 
 # ---- operators
@@ -190,8 +184,9 @@ def begin_in_graph(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     attachment = attachment_of(module)
     assert attachment is not None
     ring, mask, is_decoder = attachment.ring, kwargs.get("attention_mask"), attachment.is_decoder
-    alone = ring is None or ring.world_size == 1
-    if not is_decoder and alone:
+    if ring is not None and ring.world_size == 1:
+        ring = None
+    if not is_decoder and ring is None:
         return kwargs
     ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     tokens: Any = ids if embeds is None else embeds
@@ -203,9 +198,7 @@ def begin_in_graph(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             tokens, mask, kwargs.get("position_ids"), labels, count, attachment.number, torch.is_grad_enabled()
         )
         kwargs = {**kwargs, "attention_mask": mask}
-    if not is_decoder and not _has_loss_of_part(module, kwargs):
-        return kwargs
-    if ring is None or alone:
+    if ring is None or not (is_decoder or _has_loss_of_part(module, kwargs)):
         return kwargs
     batch, length = tokens.shape[:2]
     own, places = torch.ops.hf_ring_attention.tokens_of_ranks(mask, ring.number, batch, length)
@@ -216,10 +209,7 @@ def begin_in_graph(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if positions is None:
         positions = torch.arange(length, device=tokens.device)[None]
     kwargs = {**kwargs, "position_ids": _part(positions.expand(batch, -1), own), "use_cache": False}
-    if ids is not None:
-        kwargs["input_ids"] = _part(ids, own)
-    if embeds is not None:
-        kwargs["inputs_embeds"] = _part(embeds, own)
+    kwargs["input_ids" if embeds is None else "inputs_embeds"] = _part(tokens, own)
     if kwargs.get(CALL) is None:
         kwargs[CALL] = places
     return kwargs

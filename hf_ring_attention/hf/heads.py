@@ -83,7 +83,10 @@ class HeadCall:
             return hidden
         device = hidden.device.type
         self._autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        self.hidden, self._probe = hidden, _probe_of(hidden)
+        # Hidden states of padding may be 0, and every head gives them the same logits. So it goes on with the two largest
+        # of each batch row, [B, 1 or 2, width]: two tokens show whether all have one scale.
+        largest = hidden.detach().norm(dim=-1).topk(min(2, hidden.shape[1]), dim=1).indices
+        self.hidden, self._probe = hidden, hidden.detach().gather(1, largest[..., None].expand(-1, -1, hidden.shape[2]))
         return self._probe
 
     def keep_plain(self, plain: Tensor) -> None:
@@ -100,11 +103,9 @@ class HeadCall:
     def head(self, logits: Tensor, config: PretrainedConfig) -> Head | None:
         """Returns the function that makes logits of hidden states; None if the config does not name what the model does.
 
-        Models scale and cap in the dtype of their output layer or in a larger one, and may leave out logits beyond their
-        vocabulary. A compiled model rounds elsewhere, so a few logits may be off by their last bit.
-
-        Args:
-            logits: [B, 1 or 2, vocabulary] the model's own for the few tokens.
+        It must give the model's own logits [B, 1 or 2, vocabulary] for the few tokens. Models scale and cap in the dtype of
+        their output layer or in a larger one, and may leave out logits beyond their vocabulary. A compiled model rounds
+        elsewhere, so a few logits may be off by their last bit.
         """
         output, named = self.output, named_change(config)
         if output is None or self.plain is None or self.unsuited is not None or not self.plain_is_intact:
@@ -164,16 +165,6 @@ def _after_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> None
         if call.plain is None:
             call.keep_plain(output)
         call.returned = output
-
-
-def _probe_of(hidden: Tensor) -> Tensor:
-    """Returns [B, 1 or 2, width]: of hidden states [B, n, width], the two largest of each batch row.
-
-    Hidden states of padding may be 0, and every head gives them the same logits. Two tokens show whether all have one scale.
-    """
-    hidden = hidden.detach()
-    largest = hidden.norm(dim=-1).topk(min(2, hidden.shape[1]), dim=1).indices
-    return hidden.gather(1, largest[..., None].expand(-1, -1, hidden.shape[2]))
 
 
 def unchanged(x: Tensor) -> Tensor:

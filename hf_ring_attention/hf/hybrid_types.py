@@ -29,6 +29,9 @@ MIXERS = {
     "zamba2": "Zamba2MambaMixer",
 }
 
+#: The types of layers with mixers, as configs name them.
+MIXER_LAYERS = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid")
+
 
 def hybrids_of(config: Any) -> Any:
     """Returns the module `hybrids.models` for a text config of a hybrid type; None for others, which do not load it."""

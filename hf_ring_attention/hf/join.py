@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,12 +80,7 @@ def whole_rows(local: Tensor, rows: WholeRows, ring: Ring) -> Tensor:
 
 
 def kept(local: Tensor, rows: WholeRows, ring: Ring, tokens: Tensor) -> Tensor:
-    """Returns the values [B, k, ...] of some tokens of whole rows on every rank, and moves only these.
-
-    Args:
-        local: [B, n local, ...] this rank's part.
-        tokens: [k] the numbers of the tokens in the whole row.
-    """
+    """Returns the values [B, k, ...] of tokens with these numbers [k] in the whole row, on every rank; only these move."""
     assert rows.layout is not None
     numbers = torch.arange(rows.length, device=local.device).expand(rows.batch, -1)
     found = ring.shard(numbers, rows.layout, fill=-1)[:, None, :] == tokens.to(local.device)[:, None]  # [B, k, n local]
@@ -99,9 +95,7 @@ def joined_output(now: ForwardPass, output: Any) -> Any:
     rows, ring, layout = now.rows, now.ring, now.layout
     assert rows is not None and ring is not None and layout is not None
     part = (rows.batch, layout.local_len)
-
-    def join_rows(x: Tensor) -> Tensor:
-        return whole_rows(x, rows, ring)
+    join_rows = partial(whole_rows, rows=rows, ring=ring)
 
     def join_last(x: Tensor) -> Tensor:
         if now.parts:

@@ -24,7 +24,7 @@ from .forward_pass import Head, SliceLoss, WholeRows, running
 from .heads import HeadCall, named_change, unchanged
 from .join import LOGITS_NOT_FORMED, whole_rows
 from .loss_bytes import BYTES_AT_ONCE
-from .support import calls_loss_function
+from .support import has_next_token_loss
 
 #: The label of a token that is not predicted, as in Transformers.
 IGNORED = -100
@@ -88,10 +88,9 @@ class LossInSlices(HeadCall):
         self._total = _Scaled.apply(total, sums, *inputs) if inputs else total
 
     def loss(self, logits: Tensor, items: Any, ignore_index: int) -> Tensor:
-        """Returns the mean loss of whole rows; 0 if the model makes its logits in another way than its config names.
+        """Returns the mean loss of whole rows, from logits of two tokens and the divisor, None for the number of labels.
 
-        Args:
-            logits: the model's logits of two tokens; items: the divisor of the sum, None for the number of labels.
+        It is 0 if the model makes its logits in another way than its config names.
         """
         if self._total is None or self.unsuited is not None:
             return logits.new_zeros(())  # The call is made again, with all logits.
@@ -151,9 +150,7 @@ class LossInSlices(HeadCall):
         """Returns [B, n, vocabulary] the logits of whole rows, on every rank; all ranks call it together."""
         assert self.hidden is not None and self.output is not None
         if self._formed is None:
-            hidden = self.hidden
-            if self.rows.layout is not None:
-                hidden = whole_rows(hidden, self.rows, self.ring)
+            hidden = self.hidden if self.rows.layout is None else whole_rows(self.hidden, self.rows, self.ring)
             with torch.no_grad():  # ZeRO 3 gathers weights for a call of the layer.
                 self._formed = named_change(self.model.config)(self.output(hidden))
         return self._formed
@@ -218,7 +215,7 @@ def way_of_loss(model: PreTrainedModel, arguments: Mapping[str, Any], shape: tup
     name, keep = type(model).__name__, arguments.get("logits_to_keep")
     if labels is None:
         return Decision("whole", "the call has no labels, so it returns logits or hidden states")
-    if model.get_output_embeddings() is None or not calls_loss_function(type(model)):
+    if not has_next_token_loss(model):
         return Decision("whole", f"{name} computes its loss itself")
     if model.loss_function not in (ForCausalLMLoss, loss_in_slices):
         return Decision("whole", f"{name} has a loss function of its own")
@@ -268,14 +265,10 @@ class _LogitsOnUse(Tensor):
 
 
 def join_of_fields(rows: WholeRows, ring: Ring, kwargs: dict[str, Any]) -> Callable[[Any], Any]:
-    """Replaces the labels of a call with `fused_lm_head=True` by the labels of this rank's tokens.
+    """Replaces the labels among the arguments of a call with `fused_lm_head=True` by the labels of this rank's tokens.
 
-    Args:
-        kwargs: the arguments of the call, with labels.
-
-    Returns:
-        A function that joins the output of the call: its fields [B, n - 1] of whole rows, or [B, n] for labels that the caller
-        has shifted, and their loss.
+    Returns a function that joins the output of the call: its fields [B, n - 1] of whole rows, or [B, n] for labels that the
+    caller has shifted, and their loss.
     """
     layout, labels, items = rows.layout, next_labels(kwargs), kwargs.get("num_items_in_batch")
     assert layout is not None

@@ -71,12 +71,7 @@ def ring_dilated_mask(
 ) -> Tensor:
     """Makes the mask of one kind of layer; Transformers calls this function for "ring_dilated".
 
-    Returns:
-        [1, 1, 1, 1] int64 on the CPU, which `tokens_of` reads. Transformers hands masks of four dimensions on as they are.
-
-    Raises:
-        ValueError: a mask that only a square could express.
-        NotImplementedError: a model that `support.check_config` refuses.
+    It is [1, 1, 1, 1] int64 on the CPU, which `tokens_of` reads: Transformers hands masks of four dimensions on as they are.
     """
     check_not_traced()
     if config is not None:

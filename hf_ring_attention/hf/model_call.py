@@ -17,13 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ..compute.private import (
-    calling_frame,
-    checkpointing_of,
-    implementation_of,
-    remove_hooks,
-    set_checkpointing,
-)
+from ..compute.private import calling_frame, checkpointing_of, implementation_of, remove_hooks, set_checkpointing
 from ..ring.operator import UNTRACEABLE, check_not_traced
 from ..ring.ring import Ring
 from .cache import ShardedCache, cache_in
@@ -41,18 +35,12 @@ from .forward_pass import (
     running_with,
     set_forward_pass,
 )
-from .graph import begin_in_graph, end_in_graph, fits_a_graph, in_graph, loss_fits_parts
+from .graph import begin_in_graph, end_in_graph, fits_a_graph, in_graph
 from .join import joined_output, kept
 from .lm_loss import LossInSlices, cross_entropy, join_of_fields, loss_in_slices, next_labels, way_of_loss
 from .registration import IMPLEMENTATION
-from .rows import (
-    by_name,
-    check_places,
-    cut,
-    tokens_in,
-    warn_of_temperatures,
-    whole_positions,
-)
+from .rows import by_name, check_places, cut, tokens_in, warn_of_temperatures, whole_positions
+from .support import has_next_token_loss
 from .wrappers import attached_ring, attachment_of, runner_of, set_ring
 
 #: Logits of whole rows that are larger than this are warned of, in bytes.
@@ -70,7 +58,7 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None, kernel: str) -> None:
         called.register_forward_pre_hook(before_model, with_kwargs=True)
         called.register_forward_hook(after_model, with_kwargs=True, always_call=True)
     corrected = ring is not None and ring.world_size > 1 and _correct_modules(model.base_model)
-    set_ring(model, ring, kernel, fits_a_graph(model, ring) and not corrected, loss_fits_parts(model))
+    set_ring(model, ring, kernel, fits_a_graph(model, ring) and not corrected, has_next_token_loss(model))
 
 
 def _correct_modules(base: nn.Module) -> bool:
@@ -168,11 +156,7 @@ _after_model_at_a_break = torch.compiler.disable(_after_model, reason="it belong
 
 
 def begin_call(module: PreTrainedModel, runner: PreTrainedModel, kwargs: dict[str, Any]) -> ForwardPass:
-    """Begins a call: finds its rows, decides how its results are joined, and compares the calls of all ranks.
-
-    Args:
-        kwargs: the arguments of the call, which change with the decision.
-    """
+    """Begins a call: finds its rows, decides how its results are joined, which changes kwargs, and compares all ranks."""
     call: Call = kwargs.pop(CALL, None) or Call()
     _remember_for_recomputation(module)
     own, outer = patterns_of_layers(runner.config), running().forward_pass
@@ -310,9 +294,8 @@ def _with_last_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     if now is None or now.last_position is None:
         return None  # Whole rows, or a step after a prefill, in which all ranks have all positions.
     call = inspect.signature(module.forward).bind(*args, **kwargs)
-    name = (
-        "position_ids" if "position_ids" in call.arguments else [*call.arguments][1]
-    )  # Code of others names it otherwise.
+    # Code of others names it otherwise.
+    name = "position_ids" if "position_ids" in call.arguments else [*call.arguments][1]
     positions = call.arguments[name]
     column = torch.full_like(positions[..., :1], now.last_position)
     call.arguments[name] = torch.cat([positions, column], -1)

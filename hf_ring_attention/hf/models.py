@@ -51,6 +51,16 @@ def supported_models() -> tuple[ModelSupport, ...]:
     return tuple(ModelSupport(**entry) for entry in _TABLE["models"])
 
 
+def why_not(model_type: str, ranks: int = 1) -> str | None:
+    """Returns why a model type is not computed on so many ranks, by the table; None if the table does not refuse it."""
+    support = next((model for model in supported_models() if model.model_type == model_type), None)
+    accepted = {"supported": ranks == 1, "untested": True, "refused": False}
+    if support is None or support.ring or accepted[support.status]:
+        return None
+    where = " over a ring" if support.status == "supported" else ""
+    return f"models of type {model_type!r} are not computed{where}: {support.reason}"
+
+
 def release_of_table() -> str:
     """Returns the release of Transformers whose models `supported_models` lists, such as "5.23.0"."""
     return str(_TABLE["transformers"])

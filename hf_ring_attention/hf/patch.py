@@ -39,7 +39,6 @@ from .wrappers import (
     attachment_of,
     check_ring,
     inner_model,
-    is_patched,
     runner_of,
     wrapped_modules,
 )
@@ -215,7 +214,7 @@ def check_made_model(model: PreTrainedModel) -> None:
             f"where the pattern has no effect: call ra.patch_model(model), or load it with {IMPLEMENTATION!r}"
         )
     remove_hooks(model, lambda hook: hook is _first_call)
-    if not is_patched(model):  # A patched model may get another module, such as larger embeddings.
+    if attachment_of(model) is None:  # A patched model may get another module, such as larger embeddings.
         model.register_forward_pre_hook(_first_call, with_kwargs=True)
 
 

@@ -34,8 +34,7 @@ _COUNT_BY_MASK = ("opt",)
 def documents_from_mask(mask: Tensor) -> Documents:
     """Returns the (start, stop) of the documents of each batch row; refuses padding inside a document.
 
-    Args:
-        mask: [B, n]: 0 for padding, otherwise the number of the token's document (a padding mask has 1 everywhere else).
+    A mask [B, n] has 0 for padding, otherwise the number of the token's document (a padding mask has 1 everywhere else).
     """
     documents = []
     for row, numbers in enumerate(mask.to(torch.int64).cpu()):
@@ -64,15 +63,11 @@ def documents_of_rows(
     """Returns the documents of packed rows, and whether a collator describes them; None if the mask alone describes the rows.
 
     Args:
-        positions: [B, n], or [1, n] for all rows; a document begins if they restart. Other positions are ignored.
+        positions: [B, n], or [1, n] for all rows; a document begins if they restart at `first`. Others are ignored.
         mask: [B, n], 0 for padding.
-        first: the position id of a document's first token.
         cu_seq_lens: [documents + 1] 0 and the ends of the documents of one batch row (`DataCollatorWithFlattening`).
         seq_idx: [B, n] the number of each token's document, from 0.
         length: the number n of tokens in a row, if a collator describes it.
-
-    Raises:
-        ValueError: descriptions that are not of such rows, or contradict each other; padding inside a document.
     """
     collator = _documents_of_collator(batch, length, cu_seq_lens, seq_idx)
     found = _documents_of_positions(batch, positions, mask, first)

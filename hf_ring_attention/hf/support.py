@@ -17,16 +17,13 @@ from transformers import (
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from ..compute.private import calls_the_interface, is_stateful
-from .hybrid_types import MIXERS, hybrids_of
+from .hybrid_types import MIXER_LAYERS, MIXERS, hybrids_of
 from .wrappers import decoder_of, runner_of
 
 #: The types of layers that are computed.
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 _STATE = "it passes a state from token to token, which neither patterns nor shards have"
-
-#: The types of layers with mixers.
-_MIXER_LAYERS = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid")
 
 _RECURRENT = (
     "it has recurrent layers alone, and none that attends: there are no keys that a pattern could choose or a ring pass"
@@ -72,12 +69,12 @@ def check_config(config: PretrainedConfig, name: str | None = None) -> None:
             f"{name} attends from a decoder to an encoder (is_encoder_decoder or add_cross_attention), and some of its "
             f"kind add a position_bias: ring_dilated computes self-attention only: use 'sdpa' or 'eager'"
         )
-    computed = (*LAYER_TYPES, *_MIXER_LAYERS, "moe", "mlp") if config.model_type in MIXERS else LAYER_TYPES
+    computed = (*LAYER_TYPES, *MIXER_LAYERS, "moe", "mlp") if config.model_type in MIXERS else LAYER_TYPES
     others = [number for number, kind in enumerate(layer_types) if kind not in computed]
     if others:
         kind = layer_types[others[0]]
         selects = "it selects keys by a rule of its own, which no branch of a pattern is"
-        reason = _STATE if kind in (*_MIXER_LAYERS, "moe_mamba") else selects
+        reason = _STATE if kind in (*MIXER_LAYERS, "moe_mamba") else selects
         raise NotImplementedError(
             f"{name}: layer {others[0]} is of type {kind!r} (of this or another such type are layers {others}): "
             f"{reason}: ring_dilated computes layers of {', '.join(LAYER_TYPES)}: use 'sdpa' or 'eager'"
@@ -163,8 +160,10 @@ def check_predicts_next(model: PreTrainedModel, caller: str) -> None:
         )
 
 
-def calls_loss_function(model_class: type[Any]) -> bool:
-    """Returns whether a class, or a base class of it, computes its loss by `loss_function`, which shifts labels."""
-    forwards = [inspect.unwrap(vars(kind)["forward"]) for kind in model_class.__mro__ if "forward" in vars(kind)]
+def has_next_token_loss(model: PreTrainedModel) -> bool:
+    """Returns whether a model has an output layer, and computes its loss by `loss_function`, which shifts labels."""
+    if model.get_output_embeddings() is None:
+        return False
+    forwards = [inspect.unwrap(vars(kind)["forward"]) for kind in type(model).__mro__ if "forward" in vars(kind)]
     codes = (getattr(forward, "__code__", None) for forward in forwards)
     return any("loss_function" in getattr(code, "co_names", ()) for code in codes)

@@ -127,7 +127,7 @@ def class_of_transformers(module: nn.Module) -> type:
 
 
 def attachment_of(module: nn.Module) -> Attachment | None:
-    """Returns what `patch_model` gave to a module; None for modules of other models."""
+    """Returns what `patch_model` gave to a module, with a ring or without one; None for modules of other models."""
     return getattr(module, _ATTACHMENT, None)
 
 
@@ -141,11 +141,6 @@ def ring_of_calls(module: nn.Module, whole: bool) -> Ring:
     """Returns the ring of a module's calls: that of its model, or if this process computes `whole` rows, a ring of its own."""
     attachment = attachment_of(module) or Attachment()
     return ring_alone(attachment.kernel) if whole or attachment.ring is None else attachment.ring
-
-
-def is_patched(module: nn.Module) -> bool:
-    """Returns whether `patch_model` was called for the model of a module, with a ring or without one."""
-    return attachment_of(module) is not None
 
 
 def set_ring(model: PreTrainedModel, ring: Ring | None, kernel: str, in_graphs: bool, loss_in_parts: bool) -> None:
@@ -167,10 +162,8 @@ def models_of(ring: Ring) -> list[PreTrainedModel]:
 def head_shard(module: nn.Module, query: Tensor, key: Tensor) -> tuple[int, int]:
     """Returns (i, t): this rank has the i-th of t equal parts of the layer's heads; (0, 1) if it has all of them.
 
-    The weights of a divided layer are a `DTensor` on each rank. Some plans gather the heads before attention.
-
-    Args:
-        query: [B, H, m, D]; key: [B, Hkv, n, D]: the heads of this rank.
+    The weights of a divided layer are a `DTensor` on each rank. Some plans gather the heads before attention. The query
+    [B, H, m, D] and the key [B, Hkv, n, D] have the heads of this rank.
     """
     meshes = _meshes_of(module)
     config, heads, kv_heads = getattr(module, "config", None), query.shape[1], key.shape[1]

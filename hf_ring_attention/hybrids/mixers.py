@@ -28,7 +28,7 @@ from ..plan.problem import Documents
 from ..plan.state_runs import runs_of
 from ..ring.operator import UNTRACEABLE
 from ..ring.ring import Ring
-from .states import StatesBehind, can_pass, chain_of, passing_forward
+from .states import StatesBehind, chain_of, passing_forward
 
 #: Documents run together if the shortest has at least this share of the longest one's tokens.
 _ALIKE = 0.8
@@ -99,12 +99,10 @@ class _ByDocuments:
 
     @property
     def name(self) -> str:
-        """The name of the mixer's class."""
         return class_of_transformers(self.module).__name__
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
-        """The parameters of the mixer's forward."""
         return _parameters(type(self.module).forward)
 
     @torch.compiler.disable(reason=UNTRACEABLE)
@@ -117,10 +115,10 @@ class _ByDocuments:
         if inside and not kwargs.get("use_cache"):
             # It would keep its last state, with its graph, until it runs again.
             self.module.rg_lru.recurrent_states = None  # type: ignore[union-attr]
-        return out
+        return (out, None) if self.name in _RETURN_TUPLES and isinstance(out, Tensor) else out
 
     def output(self, hidden: Tensor, kwargs: dict[str, Any]) -> Any:
-        """Returns what the layer of the mixer expects of it."""
+        """Returns the output of the mixer, alone or as its own forward returns it."""
         ring, now = attached_ring(self.module), forward_pass_of(self.config)
         if ring is not None and ring.world_size > 1 and not (now is not None and now.whole):
             if now is None:
@@ -129,7 +127,7 @@ class _ByDocuments:
                     f"whole sequence are unknown: call the model, and checkpoint by model.activation_checkpointing_enable()"
                 )
             if now.held is None:
-                return self.as_returned(self.over_ring(ring, now, hidden, kwargs))
+                return self.over_ring(ring, now, hidden, kwargs)
         # In a step of generation, all ranks have the same tokens.
         mask, length = kwargs.get("attention_mask"), hidden.shape[1]
         documents = _documents_of(now, mask, length)
@@ -142,11 +140,7 @@ class _ByDocuments:
         if documents is None or continued or documents == (((0, length),),) * len(hidden):
             # Without a kernel for documents, some mixers refuse any description of them, even of a single one.
             return self.run(hidden, **{name: value for name, value in kwargs.items() if name not in _BORDERS})
-        return self.as_returned(self.apart(hidden, _all(documents), kwargs, cache is not None))
-
-    def as_returned(self, out: Tensor) -> Any:
-        """Returns an output as the layer of this mixer expects it."""
-        return (out, None) if self.name in _RETURN_TUPLES else out
+        return self.apart(hidden, _all(documents), kwargs, cache is not None)
 
     def run(self, hidden: Tensor, **kwargs: Any) -> Any:
         """Runs the forward that the mixer had when its model was patched; while states pass, a clone of it."""
@@ -167,8 +161,8 @@ class _ByDocuments:
         layout, documents, cache = now.layout, now.documents, _cache_of(kwargs)
         assert layout is not None and documents is not None
         sharded = cache if isinstance(cache, ShardedCache) else None
-        if self.own is None and can_pass(self.module):
-            return self.by_states(ring, documents, layout, hidden, kwargs, sharded)
+        if self.own is None and passing_forward(class_of_transformers(self.module)) is not None:
+            return self.by_states(ring, now, hidden, kwargs, sharded)
         gathered = len(hidden) * layout.seq_len * hidden.shape[2] * hidden.element_size()
         if gathered > MOST_GATHERED:
             raise NotImplementedError(
@@ -186,21 +180,13 @@ class _ByDocuments:
         pieces = _all(documents) if sharded is not None else list(_needed(documents, layout, ring.rank))
         return ring.shard(self.apart(ring.unshard(hidden, layout), pieces, kwargs, sharded is not None), layout)
 
-    def by_states(
-        self,
-        ring: Ring,
-        documents: Documents,
-        layout: SequenceLayout,
-        hidden: Tensor,
-        kwargs: dict[str, Any],
-        cache: ShardedCache | None,
-    ) -> Tensor:
+    def by_states(self, ring: Ring, now: ForwardPass, hidden: Tensor, kwargs: dict[str, Any], cache: Any) -> Tensor:
         """Returns the outputs of this rank's tokens from its own tokens and from the states before them.
 
-        Args:
-            cache: gets the states behind all tokens; then each row is one document.
+        A sharded cache gets the states behind all tokens; then each row is one document.
         """
-        kwargs, behind = _without_cache(kwargs), None
+        layout, documents, kwargs, behind = now.layout, now.documents, _without_cache(kwargs), None
+        assert layout is not None and documents is not None
         if cache is not None:
             behind = StatesBehind()
             kwargs |= dict.fromkeys(cache_names(type(self.module).forward), behind)
@@ -222,9 +208,7 @@ class _ByDocuments:
     def apart(self, hidden: Tensor, pieces: list[_Piece], kwargs: dict[str, Any], caching: bool) -> Tensor:
         """Returns the output [B, n, width] for pieces of documents, each run separately, and zeros elsewhere.
 
-        Args:
-            hidden: [B, n, width].
-            caching: whether the cache in `kwargs` gets the state behind the last piece of each batch row.
+        If `caching`, the cache in `kwargs` gets the state behind the last piece of each batch row.
         """
         last = [max((piece for piece in pieces if piece[0] == row), default=(row, 0, 0)) for row in range(len(hidden))]
         others = [piece for piece in pieces if not caching or piece not in last]
@@ -307,11 +291,9 @@ def _needed(documents: Documents, layout: SequenceLayout, rank: int) -> Iterator
     for row, spans in enumerate(documents):
         pieces = layout.rows[row][rank] if layout.rows else layout.pieces(rank)
         for start, stop in spans:
-            last = max(
-                (min(piece.stop, stop) for piece in pieces if piece.start < stop and piece.stop > start), default=0
-            )
-            if last:
-                yield row, start, last
+            ends = [min(piece.stop, stop) for piece in pieces if piece.start < stop and piece.stop > start]
+            if ends:
+                yield row, start, max(ends)
 
 
 def _assembled(hidden: Tensor, pieces: list[_Piece], outputs: dict[_Piece, Tensor]) -> Tensor:

@@ -22,12 +22,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..compute.merge import without_autocast
 from ..hf.forward_pass import running
-from ..hf.wrappers import class_of_transformers
 from ..plan.state_runs import StateRun, linked_runs
 from ..ring.ring import Ring
 
@@ -126,10 +125,8 @@ def _along(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the states before each run of this rank's batch, and the states behind each batch row if `chain.behind` is set.
 
-    Args:
-        steps: for each run, the M and U that change its state.
-        behind: (step, state before) -> the state behind.
-        empty: the state at the beginning of a document.
+    Each run has a step, the M and U that change its state: `behind(step, state before)` is the state behind. A document
+    begins with the `empty` state.
     """
     states: list[Tensor] = []
     for run in chain.runs:
@@ -202,9 +199,8 @@ def _decays(dt: Tensor, bias: Tensor | None, softplus: bool, limits: tuple[float
 def _along_decays(chain: Chain, final: Tensor, decay: Tensor) -> tuple[Tensor, Tensor | None]:
     """Does `_along` for states whose entries decay independently.
 
-    Args:
-        final: [runs, ...] the states behind this rank's runs for zero states before them.
-        decay: [runs, ...] that broadcasts to `final`: the factor by which a run multiplies the state before it.
+    `final` has the states [runs, ...] behind this rank's runs for zero states before them, and `decay`, which broadcasts to
+    it, the factor by which a run multiplies the state before it.
     """
     finals, decays = chain.gathered(final), chain.gathered(decay)
     steps = list(zip(decays, finals))
@@ -212,20 +208,12 @@ def _along_decays(chain: Chain, final: Tensor, decay: Tensor) -> tuple[Tensor, T
 
 
 def _state_space(
-    function: Any,
-    chain: Chain,
-    hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *args: Any,
-    **kwargs: Any,
+    function: Any, chain: Chain, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """The scan of Mamba 2, x [runs, n, heads, P], state [heads, P, N]; all entries of a head decay alike."""
     tokens = chain.mask(dt.device)[:, :, None]
     kwargs |= {"return_final_states": True, "initial_states": None}
-    out, final = function(hidden_states.masked_fill(~tokens[..., None], 0), dt, A, B, C, *args, **kwargs)
+    out, final = function(x.masked_fill(~tokens[..., None], 0), dt, A, B, C, *args, **kwargs)
     limits = kwargs.get("dt_limit")
     time = _decays(dt, kwargs.get("dt_bias"), kwargs.get("dt_softplus", False), limits).masked_fill(~tokens, 0)
     decay = (time * A.to(time.dtype)).cumsum(1)
@@ -240,15 +228,7 @@ def _state_space(
 
 
 def _selective(
-    function: Any,
-    chain: Chain,
-    hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *args: Any,
-    **kwargs: Any,
+    function: Any, chain: Chain, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """The selective scan of Mamba, x [runs, channels, n], state [channels, N]; each entry decays by itself.
 
@@ -260,7 +240,7 @@ def _selective(
     softplus, bias, z = kwargs.get("delta_softplus", False), kwargs.get("delta_bias"), kwargs.pop("z", None)
     readers = torch.eye(entries, dtype=C.dtype, device=C.device).expand(len(C), -1, -1)
     out, final = function(
-        F.pad(hidden_states.masked_fill(~tokens, 0), (0, entries)),
+        F.pad(x.masked_fill(~tokens, 0), (0, entries)),
         F.pad(dt, (0, entries), value=_NO_TIME if softplus else 0),
         A,
         F.pad(B, (0, entries)),
@@ -276,21 +256,15 @@ def _selective(
     before, rows_behind = _along_decays(chain, final, (A * time[..., -1:]).exp())
     pieces = zip(time.split(_AT_ONCE, -1), C.to(time.dtype).split(_AT_ONCE, -1))
     read = torch.cat([_read_by_entries(A, before.to(time.dtype), *piece) for piece in pieces], -1)
-    out = (out + read if z is None else (out + read) * F.silu(z)).to(hidden_states.dtype)
+    out = (out + read if z is None else (out + read) * F.silu(z)).to(x.dtype)
     return out if rows_behind is None else (out, rows_behind)
 
 
 def _read_by_entries(A: Tensor, before: Tensor, time: Tensor, C: Tensor) -> Tensor:
-    """Returns the parts that the outputs of some tokens read of the state before their run.
+    """Returns the parts [runs, channels, n] that the outputs of some tokens read of the state before their run.
 
-    All entries of all these tokens exist at once, here and in backward, which computes them again.
-
-    Args:
-        A: [channels, N]; before: [runs, channels, N]; C: [runs, N, n].
-        time: [runs, channels, n], since the beginning of the run.
-
-    Returns:
-        [runs, channels, n]
+    All entries of all these tokens exist at once, here and in backward, which computes them again. A is [channels, N], before
+    [runs, channels, N], time [runs, channels, n] since the beginning of the run, and C [runs, N, n].
     """
 
     def read(A: Tensor, before: Tensor, time: Tensor, C: Tensor) -> Tensor:
@@ -321,14 +295,6 @@ _PASSERS: dict[str, Callable[..., Any]] = {
 #: Mixers that update their states without a function that they call by name; ranks gather rows for them.
 _NOT_PASSED = ("MiniMaxLightningAttention", "RecurrentGemmaRecurrentBlock")
 
-#: The endings of the class names of mixers that are a convolution without another state.
-_CONVOLUTIONS_ALONE = ("ShortConv",)
-
-
-def can_pass(mixer: nn.Module) -> bool:
-    """Returns whether a mixer's states can pass from rank to rank."""
-    return passing_forward(class_of_transformers(mixer)) is not None
-
 
 @functools.cache
 def passing_forward(mixer_class: type) -> Callable[..., Any] | None:
@@ -343,7 +309,8 @@ def passing_forward(mixer_class: type) -> Callable[..., Any] | None:
     if mixer_class.__name__ in _NOT_PASSED or not all(callable(space.get(name)) for name in names):
         return None
     states = {name for name in names if _PASSERS[name] not in (_convolution, _left_out)}
-    if "causal_conv1d_fn" not in names or not (states or mixer_class.__name__.endswith(_CONVOLUTIONS_ALONE)):
+    # A "ShortConv" is a convolution without another state.
+    if "causal_conv1d_fn" not in names or not (states or mixer_class.__name__.endswith("ShortConv")):
         return None
     own = _Namespace(space, {name: functools.partial(_pass, space, name) for name in names})
     clone = FunctionType(forward.__code__, own, forward.__name__, forward.__defaults__, forward.__closure__)

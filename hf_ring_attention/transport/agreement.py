@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .communicators import Communicator, Message
+from .communicators import Communicator, Message, naming_errors
 
 #: The errors by which one rank may refuse a call; they end the call on all ranks.
 _REFUSALS = (ValueError, TypeError, AttributeError, IndexError, KeyError, RuntimeError, OSError)
@@ -70,12 +70,10 @@ class Agreement:
             return
         digest = 0 if error is not None else self.digest
         refusal = None if error is None else (type(error).__name__, str(error))
-        try:
+        with naming_errors(f"comparing the calls of all {plural}, on {who} {communicator.rank}"):
             if {digest, *_from_others(communicator, digest)} == {digest} != {0}:
                 return
             reports = communicator.gather_objects(({"the call": self.call, **self.values}, refusal, self.message))
-        except RuntimeError as lost:
-            raise RuntimeError(f"comparing the calls of all {plural}, on {who} {communicator.rank}: {lost}") from lost
         if error is not None:
             raise error
         refusals = [(rank, refusal) for rank, (_, refusal, _) in enumerate(reports) if refusal is not None]

@@ -76,12 +76,12 @@ class CollectiveTransport:
 
     def steps(self, k: Tensor, v: Tensor, gradients: StepGradients = None) -> Iterator[Step]:
         binding, widths = self.binding, [k.shape[-1], v.shape[-1]]
+        counts = binding.send_counts, binding.receive_counts
         name = "forward" if gradients is None else "backward"
         received, wait = self.link.all_to_all(
             f"{name} pass, keys and values",
             torch.cat([binding.send.take(x.flatten(0, 2)) for x in (k, v)], dim=-1),
-            binding.send_counts,
-            binding.receive_counts,
+            *counts,
         )
         yield Step(k, v, binding.own, gradients)
         wait()
@@ -92,9 +92,7 @@ class CollectiveTransport:
         grads = torch.zeros_like(received, dtype=accumulation_dtype(k.dtype))
         dkeys, dvalues = grads.split(widths, dim=-1)
         yield Step(keys, values, binding.remote, (dkeys, dvalues))
-        home, wait = self.link.all_to_all(
-            "backward pass, gradients", grads, binding.receive_counts, binding.send_counts
-        )
+        home, wait = self.link.all_to_all("backward pass, gradients", grads, *reversed(counts))
         wait()
         for target, part in zip(gradients, home.split(widths, dim=-1)):
             binding.send.add_(target.flatten(0, 2), part)

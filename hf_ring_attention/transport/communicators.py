@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -62,14 +63,21 @@ def companion_of(group: dist.ProcessGroup) -> Any:
     return _COMPANIONS[group]
 
 
+@contextmanager
+def naming_errors(action: str) -> Iterator[None]:
+    """Names what failed in a RuntimeError of torch.distributed."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(f"{action}: {error}") from error
+
+
 def _wait(works: list[tuple[dist.Work, str]]) -> None:
     """Waits for each work of torch.distributed, and drops it; each has its name for an error."""
     while works:
         work, name = works.pop(0)
-        try:
+        with naming_errors(f"{name} did not end"):
             work.wait()
-        except RuntimeError as error:
-            raise RuntimeError(f"{name} did not end: {error}") from error
 
 
 class ProcessGroupCommunicator:
@@ -79,19 +87,14 @@ class ProcessGroupCommunicator:
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
 
-    @cached_property
-    def _companion(self) -> Any:
-        return companion_of(self.group)
-
     def _beside(self, tensors: Sequence[Tensor]) -> Any:
         """Returns the companion if the group needs it for these tensors; an agreement of all ranks needs it first."""
-        return self._companion if all(x.is_cpu for x in tensors) else None
+        return companion_of(self.group) if all(x.is_cpu for x in tensors) else None
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Wait:
-        names = [f"sending to rank {peer}" for peer, _ in sends] + [
-            f"receiving from rank {peer}" for peer, _ in receives
-        ]
-        try:
+        names = [f"sending to rank {peer}" for peer, _ in sends]
+        names += [f"receiving from rank {peer}" for peer, _ in receives]
+        with naming_errors(f"{' and '.join(names)} did not begin"):
             beside = self._beside([x for _, x in (*sends, *receives)])
             if beside is None:
                 operations = [dist.P2POp(dist.isend, x, group=self.group, group_peer=peer) for peer, x in sends]
@@ -100,22 +103,18 @@ class ProcessGroupCommunicator:
             else:
                 works = [beside.send([x], peer, 0) for peer, x in sends]
                 works += [beside.recv([x], peer, 0) for peer, x in receives]
-        except RuntimeError as error:
-            raise RuntimeError(f"{' and '.join(names)} did not begin: {error}") from error
         if len(works) != len(names):  # NCCL returns one work for all of them.
             names = [" and ".join(names)] * len(works)
         return partial(_wait, list(zip(works, names)))
 
     def all_to_all(self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]) -> Wait:
         name = f"the exchange with ranks {[r for r in range(self.world_size) if receive_counts[r] or send_counts[r]]}"
-        try:
+        with naming_errors(f"{name} did not begin"):
             beside, counts = self._beside([sent]), (receive_counts, send_counts)
             if beside is None:
                 work = dist.all_to_all_single(received, sent, *counts, group=self.group, async_op=True)
             else:
                 work = beside.alltoall_base(received, sent, *counts)
-        except RuntimeError as error:
-            raise RuntimeError(f"{name} did not begin: {error}") from error
         return partial(_wait, [(work, name)])
 
     def gather(self, x: Tensor) -> list[Tensor]:

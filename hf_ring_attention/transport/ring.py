@@ -72,11 +72,8 @@ def bind_ring(problem: Problem, rank: int, device: torch.device, joining: Hashab
 def _lap_steps(problem: Problem, rank: int, device: torch.device, joining: Hashable, lap: Lap) -> list[RingStep]:
     binder, p, heads = Binder(problem, device, joining), problem.layout.world_size, lap.heads
 
-    def payload(rows: KeyRows | None) -> Payload:
-        return Payload(nothing if rows is None else rows, problem, heads, device)
-
     def payload_of(hop: Hop | None, name: str) -> Payload:
-        return payload(None if hop is None else getattr(hop, name))
+        return Payload(nothing if hop is None else getattr(hop, name), problem, heads, device)
 
     nothing = KeyRows(problem.num_kv_heads, (), (0,) * (len(problem.row_classes) * problem.num_kv_heads))
     own_rows = len(problem.documents) * problem.num_kv_heads * problem.layout.local_len
@@ -88,7 +85,7 @@ def _lap_steps(problem: Problem, rank: int, device: torch.device, joining: Hasha
         source = lap.source(rank, number)
         here, onward = lap.hop(rank, number), lap.hop(following, number + 1)
         sent = payload_of(lap.hop(following, number) if number else None, "rows")
-        home = payload(route[number - 1].finished if 1 <= number <= len(route) else None)
+        home = payload_of(route[number - 1] if 1 <= number <= len(route) else None, "finished")
         arriving = payload_of(here, "rows")
         tiles = of_heads(tiles_from(problem, rank, source), heads, binder.group) if here or not number else ()
         work = _with_payload(binder, tiles, heads, arriving) if number else binder.own(tiles, heads)

@@ -65,13 +65,11 @@ class RowSet:
         """Returns the rows of x; writes them to `out` if there is one."""
         if self.index is not None:
             return torch.index_select(x, 0, self.index, out=out)
-        if self.runs is not None:
-            view = self.runs.of(x)
-            if out is None:
-                return view.reshape(-1, x.shape[1])
-            out.view(view.shape).copy_(view)
-            return out
-        return x if out is None else out.copy_(x)
+        rows = x if self.runs is None else self.runs.of(x)
+        if out is None:
+            return rows.reshape(-1, x.shape[1])
+        out.view(rows.shape).copy_(rows)
+        return out
 
     def add_(self, x: Tensor, values: Tensor) -> None:
         """Adds `values` to the rows of x."""
@@ -85,12 +83,7 @@ class RowSet:
 
 
 class Payload:
-    """Key rows in the order in which they are sent: by batch row, head, row.
-
-    Attributes:
-        numbers: the ascending numbers of the rows in a [B, Hkv, n] tensor of the source.
-        run: the rows of every head, if all batch rows and heads have the same run of rows; else None.
-    """
+    """Key rows in the order in which they are sent: by batch row, head, row."""
 
     def __init__(self, rows: KeyRows, problem: Problem, heads: range, device: torch.device) -> None:
         count, local_len = problem.num_kv_heads, problem.layout.local_len
@@ -103,8 +96,9 @@ class Payload:
                 if bits not in numbers:
                     numbers[bits] = _bit_numbers(bits)
                 parts.append(numbers[bits] + (batch_row * count + head) * local_len)
+        #: The ascending numbers of the rows in a [B, Hkv, n] tensor of the source.
         self.numbers = torch.cat(parts).to(device) if parts else torch.empty(0, dtype=torch.int64, device=device)
-        self.run = rows.run(heads)
+        self.run = rows.run(heads)  # of every head, if all batch rows and heads have the same; else None
 
     def places(self, numbers: Tensor) -> Tensor:
         """Returns the places of these rows, which the payload must contain."""
@@ -145,9 +139,6 @@ class MessagePool:
         buffer = self.free.pop() if self.free else self.nothing.message.new_empty(self.max_rows * sum(self.widths))
         messages, start = [], 0
         for rows in counts:
-            if not rows:
-                messages.append(self.nothing._replace(buffer=buffer))
-                continue
             message = buffer[start : start + rows * sum(self.widths)]
             starts = (start, start + rows * self.widths[0])
             first, second = (buffer.as_strided((rows, x), (x, 1), at) for at, x in zip(starts, self.widths))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -18,15 +19,14 @@ class _Gone(NamedTuple):
     reason: str
 
 
+@dataclass(eq=False)
 class SimulatedCommunicator:
     """One of several ranks in one process, each driven by a thread of its own; a rank waits at most `timeout` seconds."""
 
-    def __init__(
-        self, rank: int, world_size: int, boxes: dict[tuple[int, int], SimpleQueue[Any]], timeout: float
-    ) -> None:
-        self.rank, self.world_size, self.timeout = rank, world_size, timeout
-        #: By (sender, receiver), the mailboxes that all ranks share.
-        self.boxes = boxes
+    rank: int
+    world_size: int
+    boxes: dict[tuple[int, int], SimpleQueue[Any]]  # by (sender, receiver), the mailboxes that all ranks share
+    timeout: float
 
     @classmethod
     def all_of(cls, world_size: int, timeout: float) -> list[SimulatedCommunicator]:
@@ -41,7 +41,6 @@ class SimulatedCommunicator:
             self.boxes[self.rank, peer].put(_Gone(reason))
 
     def _take(self, source: int) -> Any:
-        """Returns the next content from a rank."""
         error, box = f"receiving from rank {source} did not end", self.boxes[source, self.rank]
         try:
             content = box.get(timeout=self.timeout)

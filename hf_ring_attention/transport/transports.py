@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from ..compute.kernel import Work
-from .communicators import Communicator, Message, Wait
+from .communicators import Communicator, Message, Wait, naming_errors
 
 
 @dataclass
@@ -93,9 +93,8 @@ class Transport(Protocol):
 class Link:
     """The exchanges of one call. It counts their bytes; their errors name the call, the step and this rank.
 
-    Args:
-        members: some ranks, ascending; peers are numbered among them. Each rank is in one such part of all ranks, and all make
-            the same exchanges, each in its own part. None for all ranks.
+    Peers are numbered among `members`, some ranks, ascending; None for all ranks. Each rank is in one such part of all ranks,
+    and all make the same exchanges, each in its own part.
     """
 
     def __init__(
@@ -125,7 +124,7 @@ class Link:
         if not sent and not received:
             return lambda: None
         where = f"{self.call}, {step}, on rank {self.communicator.rank}"
-        with _naming(where):
+        with naming_errors(where):
             wait = start()
         self.traffic.sent_bytes += sum(x.nbytes for x in sent)
         self.traffic.received_bytes += sum(x.nbytes for x in received)
@@ -135,18 +134,10 @@ class Link:
     def _arrive(self, where: str, wait: Wait, sent: list[Tensor]) -> None:
         """Waits until all messages are here, and counts the time; the tensors that were sent stay until then."""
         start = time.perf_counter()
-        with _naming(where):
+        with naming_errors(where):
             wait()
         sent.clear()
         self.traffic.waited_seconds += time.perf_counter() - start
-
-
-@contextmanager
-def _naming(where: str) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise RuntimeError(f"{where}: {error}") from error
 
 
 class LocalTransport(NamedTuple):

@@ -11,7 +11,6 @@ memory or packages do not allow. It prints goals beside the results, and fails o
 from __future__ import annotations
 
 import argparse
-import importlib
 import inspect
 import itertools
 import json
@@ -25,19 +24,19 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from memory import model_of
+from memory import STEP, model_of, times_of_step
 from peers import packed_row
 from speed import LIMITS, sdpa
-from timing import Shape, held_memory, reset_peak, table
+from timing import Shape, held_memory, reset_peak, table, timed
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import GenerationMixin
 
 import hf_ring_attention as ra
 
@@ -55,18 +54,12 @@ GOALS += [("window:4096+4", False, 0), ("pyramid:512,3", False, 0.45), ("pyramid
 GOALS += [("longnet:2048/1,8192/4,32768/16", False, 0.55)]
 SPEED = ("forward ms", "both ms", "forward TF/s", "both TF/s", "host ms", "peak GiB")
 WAYS = ("sdpa", "exact", "window:512+4", "pyramid:512,3")
-STEP = ("ms", "tokens/s", "host ms", "peak GiB", "estimate", "loss")
 #: Head sizes and other sizes of the models that are trained.
 LLAMAS: dict[str, tuple[int, dict[str, Any]]] = {
     "1B": (64, {"intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256, "tie_word_embeddings": True}),
     "8B, 4 layers": (128, {"intermediate_size": 14336, "vocab_size": 128256}),
 }
 TINY = {"vocab_size": 128, "num_hidden_layers": 1}
-
-
-def ring_by(kernel: str) -> ra.Ring:
-    """Returns the ring of this process alone, which computes by a kernel."""
-    return ra.Ring.alone(kernel=kernel)
 
 
 class Report:
@@ -89,12 +82,10 @@ class Report:
 
     def run(self, name: str, seconds: float, part: Callable[..., Any], *args: Any) -> Any:
         """Returns the answer of a part, None if it takes longer than is left or fails; writes all figures."""
-        answer = None
         try:
             if seconds < self.left:
-                answer = part(*args)
-            else:
-                self.note("left out", name, f"it takes about {seconds:.0f} s, and {self.left:.0f} s are left")
+                return part(*args)
+            self.note("left out", name, f"it takes about {seconds:.0f} s, and {self.left:.0f} s are left")
         except torch.OutOfMemoryError:
             self.note("left out", name, "the device has too little memory")
         except Exception as error:  # Other parts still have figures.
@@ -102,35 +93,16 @@ class Report:
             refused = refused or "No available kernel" in str(error)  # The words of sdpa.
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             self.note("left out" if refused else "wrong", name, reason)
-        self.file.write_text(re.sub(r"\bNaN\b", "null", json.dumps(self.figures, indent=1)) + "\n", "utf-8")
-        return answer
-
-
-def timed(call: Callable[[], Any]) -> tuple[float, float]:
-    """Returns the milliseconds of a call, and those of the host until the work of one call is queued."""
-
-    def run(count: int) -> tuple[float, float]:
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        queued = time.perf_counter() - start
-        if CUDA:
-            torch.cuda.synchronize()
-        return 1000 * (time.perf_counter() - start) / count, 1000 * queued / count
-
-    first = run(1)  # Kernels compile, and plans are made.
-    one, host = first if first[0] > 2000 else run(1)
-    return (run(min(20, int(500 / one)))[0] if one < 250 else one), host
+        finally:
+            self.file.write_text(re.sub(r"\bNaN\b", "null", json.dumps(self.figures, indent=1)) + "\n", "utf-8")
+        return None
 
 
 def machine(report: Report) -> None:
     """Prints versions, and two ceilings: a product of matrices, and a copy."""
     names = [name for name in ("torch", "transformers", "accelerate", "triton", "numpy") if find_spec(name)]
-    found = {
-        "device": torch.cuda.get_device_name() if CUDA else f"{os.cpu_count()} cores",
-        "python": sys.version.split()[0],
-    }
-    found |= {name: importlib.import_module(name).__version__ for name in names}
+    found = {"device": torch.cuda.get_device_name() if CUDA else f"{os.cpu_count()} cores"}
+    found |= {"python": sys.version.split()[0]} | {name: import_module(name).__version__ for name in names}
     found |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())} if CUDA else {}
     side, size = (256, 1 << 20) if report.small else (8192, 1 << 30)
     a = torch.randn(side, side, device=DEVICE, dtype=getattr(torch, DTYPE))
@@ -147,10 +119,10 @@ def apart(found: Tensor, expected: Tensor) -> float:
     return float((found.detach().to(expected) - expected).norm() / expected.norm())
 
 
-def results(tensors: Sequence[Tensor], ring: ra.Ring, **options: Any) -> list[Tensor]:
-    """Returns out, lse, dq, dk and dv."""
+def results(tensors: Sequence[Tensor], kernel: str, **call: Any) -> list[Tensor]:
+    """Returns out, lse, dq, dk and dv by a kernel."""
     *leaves, dout = tensors
-    out, lse = ra.ring_attention(*leaves, ring=ring, return_lse=True, **options)
+    out, lse = ra.ring_attention(*leaves, ring=ra.Ring.alone(kernel=kernel), return_lse=True, **call)
     return [out, lse, *torch.autograd.grad(out, leaves, dout)]
 
 
@@ -160,12 +132,12 @@ def errors(report: Report) -> None:
     for text, packed in itertools.product(("exact", "window:64+4", "pyramid:32,3", "longnet:64/1,256/4"), (0, 1)):
         ends = (0, 1, 2, tokens // 2, tokens // 2 + 1, tokens) if packed else (0, tokens)
         tensors, call = shape.tensors(tokens), {"pattern": text, "documents": [[*itertools.pairwise(ends)]]}
-        expected = results([x.detach().cpu().double().requires_grad_() for x in tensors], ra.Ring.alone(), **call)
+        expected = results([x.detach().cpu().double().requires_grad_() for x in tensors], "auto", **call)
         for kernel in KERNELS:
             if f"kernel {kernel}, exact" in report.figures["left out"]:
                 continue
             name = f"{'kernel ' * (kernel != 'auto')}{kernel}, {text}{', packed' * packed}"
-            found = report.run(name, 3, lambda kernel=kernel, x=tensors, call=call: results(x, ring_by(kernel), **call))
+            found = report.run(name, 3, partial(results, tensors, kernel, **call))
             far = [*map(apart, found or (), expected)]
             rows += [(name, *(f"{x:.1e}" for x in far))] if found else []
             if not all(x <= LIMITS[DTYPE] for x in far):
@@ -177,10 +149,8 @@ def errors(report: Report) -> None:
 def tests(report: Report, *files: str) -> None:
     """Runs the tests that are marked cuda; a file that imports a missing package is named."""
     marked = [str(path) for path in sorted(ROOT.glob("tests/*/test_*.py")) if "mark.cuda" in path.read_text("utf-8")]
-    if not (find_spec("pytest") and marked):
-        return report.note(
-            "left out", "tests", "this copy has no tests" if find_spec("pytest") else "pytest is missing"
-        )
+    if not find_spec("pytest") or not marked:
+        return report.note("left out", "tests", "pytest is missing" if marked else "this copy has no tests")
     words = ["-m", "pytest", "-q", "-m", "cuda", "--all", "--continue-on-collection-errors", "-p", "no:cacheprovider"]
     words += [*(["-n", "4"] if CUDA and find_spec("xdist") else []), *(files or marked[: 1 if report.small else None])]
     limit = max(1.0, min(150.0, report.left - 30))
@@ -206,12 +176,6 @@ def tests(report: Report, *files: str) -> None:
         report.note("wrong", "tests", f"pytest did not run: {text[-300:]}")
 
 
-def by_backend(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Returns exact attention by a backend of torch."""
-    with sdpa_kernel(backend):
-        return sdpa(q, k, v)
-
-
 def times_of(attend: Callable[..., Any], tensors: Sequence[Tensor], flops: float) -> dict[str, float]:
     """Returns the times and rates of a call, and its peak of memory beside its inputs."""
     *inputs, dout = tensors
@@ -221,11 +185,6 @@ def times_of(attend: Callable[..., Any], tensors: Sequence[Tensor], flops: float
     both, host = timed(lambda: torch.autograd.grad(attend(*leaves), leaves, dout))
     peak = (held_memory(DEVICE, peak=True) - held) / GIB if CUDA else math.nan
     return dict(zip(SPEED, (forward, both, flops / forward / 1e9, 3.5 * flops / both / 1e9, host, peak)))
-
-
-def ends_of(call: Callable[..., Any], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the last outputs of a call by the kernel that auto takes, and by the other one."""
-    return [call(*tensors[:3], ring=ring_by(kernel))[:, :, -1024:].detach() for kernel in ("auto", OTHER)]
 
 
 def speed(report: Report, tokens: int) -> None:
@@ -246,52 +205,30 @@ def speed(report: Report, tokens: int) -> None:
             every.append(rows[-1])
 
     for backend in BACKENDS:
-        measure(f"sdpa {backend.name.split('_')[0].lower()}", partial(by_backend, backend), tokens * (tokens + 1) / 2)
+        measure(f"sdpa {backend.name.split('_')[0].lower()}", sdpa_kernel(backend)(sdpa), tokens * (tokens + 1) / 2)
     for text, packed, goal in GOALS:
         documents = packed_row(tokens, 5 if report.small else 190) if packed else [(0, tokens)]
         share = partial(ra.Pattern.parse(text).flop_share, num_heads=shape.heads, num_kv_heads=shape.kv_heads)
         pairs = sum(share(n) * n * (n + 1) / 2 for n in (stop - start for start, stop in documents))
         name = f"{text}, {len(documents)}" if packed else text
         call = partial(ra.ring_attention, pattern=text, documents=[documents])
-        measure(name, partial(call, ring=ring_by("auto")), pairs, goal)
+        calls = [partial(call, ring=ra.Ring.alone(kernel=kernel)) for kernel in ("auto", OTHER)]
+        measure(name, calls[0], pairs, goal)
+        if f"kernel {OTHER}, exact" in report.figures["left out"]:
+            continue
         other = f"kernel {OTHER}, {name}"
-        computes = f"kernel {OTHER}, exact" not in report.figures["left out"]
-        ends = report.run(f"{other}, {tokens} tokens", 30, ends_of, call, tensors) if computes else None
+        part = f"{other}, {tokens} tokens"
+        ends = report.run(part, 30, lambda *ways: [x(*tensors[:3])[:, :, -1024:] for x in ways], *calls)
         if ends and not apart(*ends) <= LIMITS[DTYPE]:
-            report.note("wrong", f"{other}, {tokens} tokens", "its results are not those of the kernel that auto takes")
+            report.note("wrong", part, "its results are not those of the kernel that auto takes")
         if ends and not torch.equal(*ends):  # The same kernel would give the same bits.
-            measure(other, partial(call, ring=ring_by(OTHER)), pairs, goal)
+            measure(other, calls[1], pairs, goal)
     table(
         f"Attention of {tokens} tokens, {shape.heads} / {shape.kv_heads} heads x {shape.head_dim}, {DTYPE}",
         "pattern|fwd\nms|both\nms|fwd\nTF/s|both\nTF/s|of\nSDPA|\ngoal|host\nms|peak\nGiB",
         [[row[x] for x in ("name", *SPEED[:4], "of SDPA", "goal", *SPEED[4:])] for row in rows],
         "Both: forward and backward. TF/s: TFLOP/s of the pairs that queries see. Of SDPA: of its faster backend's.",
     )
-
-
-def times_of_step(way: str, shape: Shape, tokens: int, sizes: dict[str, Any]) -> dict[str, float]:
-    """Returns the first loss under an attention, and the time, the peak and its estimate of later steps."""
-    reset_peak(DEVICE)  # It collects the last model.
-    model = model_of(shape, tokens, keep_attention=way != "sdpa", **sizes)
-    ids = torch.randint(model.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    optimizer, estimate = torch.optim.AdamW(model.parameters(), 1e-6), math.nan
-    if way != "sdpa":
-        ra.patch_model(model, way, ring=ring_by("auto"))
-        setting: Any = {"dtype": DTYPE, "master_dtype": DTYPE, "device": DEVICE, "parallel": "ddp"}
-        estimate = ra.estimate(model.config, tokens, pattern=way, **setting).peak / GIB
-
-    def step() -> Tensor:
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    loss = float(step())
-    reset_peak(DEVICE)
-    ms, host = timed(step)
-    peak = held_memory(DEVICE, peak=True) / GIB if CUDA else math.nan
-    return dict(zip(STEP, (ms, 1000 * tokens / ms, host, peak, estimate, loss)))
 
 
 def steps(report: Report) -> None:
@@ -312,8 +249,8 @@ def steps(report: Report) -> None:
 def generated(model: Any, ids: Tensor, ring: ra.Ring) -> Tensor:
     """Returns the tokens that follow a prefill over a ring."""
     ra.patch_model(model.eval(), ring=ring)
-    parameters = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-    cache = {"cache" if "cache" in parameters else "past_key_values": ra.prefill(model, ids[:, :-1])}
+    named = "cache" in inspect.signature(model.prepare_inputs_for_generation).parameters
+    cache = {"cache" if named else "past_key_values": ra.prefill(model, ids[:, :-1])}
     return model.generate(ids, **cache, max_new_tokens=4, do_sample=False, pad_token_id=0)
 
 

@@ -10,6 +10,7 @@ Every peak is measured in new processes; on a CPU, their resident memory. Estima
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 from speed import sdpa
-from timing import Shape, held_memory, launch, of_all_ranks, options, reset_peak, return_memory_at_once, table
+from timing import Shape, held_memory, launch, of_all_ranks, options, reset_peak, return_memory_at_once, table, timed
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -26,6 +27,8 @@ import hf_ring_attention as ra
 
 PATTERNS = ["longnet:2048/1,8192/4,32768/16", "pyramid:512,3", "window:512", "exact"]
 MIB = 2**20
+#: The figures of `times_of_step`.
+STEP = ("ms", "tokens/s", "host ms", "peak GiB", "estimate", "loss")
 
 
 def peak_of_call(shape: Shape, tokens: int, name: str, transport: str) -> int:
@@ -140,6 +143,32 @@ def _parts(shape: Shape, step: Step) -> dict[str, int]:
         "kept": kept,
     }
     return parts | {"working": peak - sum(parts.values())}
+
+
+def times_of_step(way: str, shape: Shape, tokens: int, sizes: dict[str, Any]) -> dict[str, float]:
+    """Returns the first loss under an attention, and the time, the peak and its estimate of later steps."""
+    reset_peak(shape.device)  # It collects the last model.
+    model = model_of(shape, tokens, keep_attention=way != "sdpa", **sizes)
+    random = torch.Generator().manual_seed(1)
+    ids = torch.randint(model.config.vocab_size, (1, tokens), generator=random).to(shape.device)
+    optimizer, estimate = torch.optim.AdamW(model.parameters(), 1e-6), math.nan
+    if way != "sdpa":
+        ra.patch_model(model, way, ring=ra.Ring.alone())
+        setting: Any = {"dtype": shape.dtype, "master_dtype": shape.dtype, "device": shape.device, "parallel": "ddp"}
+        estimate = ra.estimate(model.config, tokens, pattern=way, **setting).peak / 2**30
+
+    def step() -> torch.Tensor:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    loss = float(step())
+    reset_peak(shape.device)
+    ms, host = timed(step)
+    peak = held_memory(shape.device, peak=True) / 2**30 if shape.device == "cuda" else math.nan
+    return dict(zip(STEP, (ms, 1000 * tokens / ms, host, peak, estimate, loss)))
 
 
 def in_parallel(model: Any, step: Step) -> tuple[Any, Callable[[Any], None], Any]:

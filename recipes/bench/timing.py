@@ -96,6 +96,23 @@ def forward_backward(attend: Callable[..., Any], tensors: Sequence[torch.Tensor]
     return forward, forward + backward
 
 
+def timed(call: Callable[[], Any]) -> tuple[float, float]:
+    """Returns the milliseconds of a call, and those of the host until the work of one call is queued."""
+
+    def run(count: int) -> tuple[float, float]:
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        queued = time.perf_counter() - start
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return 1000 * (time.perf_counter() - start) / count, 1000 * queued / count
+
+    first = run(1)  # Kernels compile, and plans are made.
+    one, host = first if first[0] > 2000 else run(1)
+    return (run(min(20, int(500 / one)))[0] if one < 250 else one), host
+
+
 Runs = dict[str, list[tuple[float, ...]]]
 
 

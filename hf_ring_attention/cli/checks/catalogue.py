@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from . import machine, model, oracle
 from .runner import Check
@@ -28,14 +26,14 @@ def all_checks(ring_size: int) -> list[Check]:
         measure = partial(machine.measure_link, size=size, repeats=repeats)
         return Check(name, measure, partial(machine.judge_link, size=size), _REACH, ("launch",))
 
-    def transport(name: str, *way: Any) -> Check:
-        measure: Callable[..., Any] = partial(oracle.measure_transport, transport=way[0], neighbours=len(way) > 1)
+    def transport(name: str, way: str, neighbours: bool = False) -> Check:
+        measure = partial(oracle.measure_transport, transport=way, neighbours=neighbours)
         return Check(name, measure, oracle.judge_transport, _WRONG, ("model",))
 
     oracles = [transport("oracle local", "local")]
     if ring_size > 1:
         oracles = [transport(f"oracle {way}", way) for way in ("ring", "collective", "heads")]
-        oracles.append(transport("oracle heads x ring", "heads", "among neighbours"))
+        oracles.append(transport("oracle heads x ring", "heads", neighbours=True))
     tested = tuple(check.name for check in oracles)
     return [
         Check("launch", machine.measure_launch, machine.judge_launch, _START),

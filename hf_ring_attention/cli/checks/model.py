@@ -13,11 +13,11 @@ from ...cost.models import load_config
 from ...hf.cache import cache_argument, prefill
 from ...hf.config import fewest_last_of
 from ...hf.hybrid_types import MIXERS
+from ...hf.models import why_not
 from ...hf.patch import patch_model
 from ...hf.support import check_config
 from ...plan.patterns import Pattern
 from ...ring.ring import Ring
-from ..models import why_not
 from .runner import CheckRun, NotApplicable, Verdict, processes
 from .tiny_models import VOCAB, model_with_large_weights, shrunk_config
 
@@ -35,8 +35,7 @@ def measure_config(run: CheckRun) -> dict[str, Any]:
     saved = (getattr(text, "ring_dilated", None) or {}).get("pattern")
     pattern = run.options.pattern or ("exact" if saved is None else str(Pattern.from_dict(saved)))
     check_config(text)
-    reason = why_not(config.model_type, run.ring_size)
-    if reason:
+    if reason := why_not(config.model_type, run.ring_size):
         raise NotImplementedError(reason)
     dtype = getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.float32
     run.facts.update(config=config, type=config.model_type, pattern=pattern, dtype=dtype)
@@ -139,11 +138,7 @@ def _rows_of_check(run: CheckRun) -> torch.Tensor:
 
 
 def _models(run: CheckRun) -> list[Any]:
-    """Returns the tiny model over the ring and on this process alone, in float64 with the job's pattern and equal weights.
-
-    Raises:
-        NotApplicable: a config that has no small form, or whose small form has no attention.
-    """
+    """Returns the tiny model over the ring and on this process alone, in float64 with the job's pattern and equal weights."""
     rings = [Ring.alone() if run.ring_size == 1 else Ring(run.group), Ring.alone()]
     try:
         models = [model_with_large_weights(shrunk_config(run.facts["config"]), "eager") for _ in rings]

@@ -29,18 +29,12 @@ _SPARSE = "pyramid:4,2"
 
 
 class AttentionCase(NamedTuple):
-    """Rows of random numbers, the same on every process, and attention of them by the definition.
-
-    Attributes:
-        tensors: q, k, v and the gradient of the output.
-        expected: out, dq, dk and dv by the definition, in float64.
-        bound: of errors, as `largest_errors` returns them.
-    """
+    """Rows of random numbers, the same on every process, and attention of them by the definition."""
 
     documents: Documents
-    tensors: list[Tensor]
-    expected: list[Tensor]
-    bound: float
+    tensors: list[Tensor]  # q, k, v and the gradient of the output
+    expected: list[Tensor]  # out, dq, dk and dv by the definition, in float64
+    bound: float  # of errors, as `largest_errors` returns them
 
 
 @lru_cache(maxsize=64)  # All transports have the same cases.
@@ -97,10 +91,8 @@ def _heads(run: CheckRun) -> tuple[int, int, int, int]:
 def measure_transport(run: CheckRun, transport: str, neighbours: bool) -> dict[str, Any]:
     """Compares a transport with the definition, and returns this rank's largest error and its bound by dtype.
 
-    The job's pattern and a sparse one are computed in each layout, in float64 and in the job's dtype.
-
-    Args:
-        neighbours: with "heads", whether only neighbours exchange heads, and rings go round the groups of them.
+    The job's pattern and a sparse one are computed in each layout, in float64 and in the job's dtype. With "heads", only
+    `neighbours` may exchange heads; rings then go round the groups of them.
     """
     queries, keys, *widths = heads = _heads(run)
     size = _group_size(run.ring_size, queries, keys, neighbours) if transport == "heads" else None
@@ -127,11 +119,7 @@ def measure_transport(run: CheckRun, transport: str, neighbours: bool) -> dict[s
 
 
 def _group_size(ring_size: int, queries: int, keys: int, neighbours: bool) -> int | None:
-    """Returns how many neighbours exchange heads; None for all ranks.
-
-    Raises:
-        NotApplicable: heads that do not divide among them.
-    """
+    """Returns how many neighbours exchange heads; None for all ranks."""
     parts = [n for n in range(2, ring_size) if ring_size % n == 0] if neighbours else [ring_size]
     if not parts:
         raise NotApplicable(f"a ring of {ring_size} has no parts of 2 ranks or more")

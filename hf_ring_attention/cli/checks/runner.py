@@ -29,24 +29,19 @@ PATIENCE = 3.0
 
 
 class CheckRun:
-    """One run of all checks on this process.
+    """One run of all checks on this process, over the store where the processes found each other.
 
-    Attributes:
-        options: of the command line: ring_size, model, pattern, and the seconds that a check may take, timeout.
-        store: where the processes found each other.
-        speaker: the process that prints verdicts: the first one that answers.
-        told_to_end: is set when the launcher wants this process to end.
-        device, group: set by the check "launch", which makes the process groups; `group` is a ring's, None for all.
-        facts: what earlier checks leave for later ones, by name.
+    The options are of the command line: ring_size, model, pattern, and the seconds that a check may take, timeout.
     """
 
     def __init__(self, options: Namespace, store: Any, rank: int, world_size: int) -> None:
         self.options, self.store, self.rank, self.world_size = options, store, rank, world_size
         self.ring_size = options.ring_size or world_size
-        self.speaker, self.told_to_end = 0, threading.Event()
-        self.device: Any = None
-        self.group: Any = None
-        self.facts: dict[str, Any] = {}
+        self.speaker = 0  # the process that prints verdicts: the first one that answers
+        self.told_to_end = threading.Event()  # by the launcher
+        self.device: Any = None  # set by the check "launch", which makes the process groups
+        self.group: Any = None  # likewise; of a ring, None for all processes
+        self.facts: dict[str, Any] = {}  # what earlier checks leave for later ones, by name
         # Answers have a connection of their own: a process group that waits for another one blocks the first.
         self._answers = dist.PrefixStore("hf_ring_attention/check", store.clone())
 
@@ -71,11 +66,7 @@ class CheckRun:
 
 
 def meet_processes(options: Namespace) -> CheckRun:
-    """Returns the run of this process, which meets the processes that the launcher announces in the environment.
-
-    Raises:
-        RuntimeError: processes that do not come in time; ValueError: an environment without a launcher's variables.
-    """
+    """Returns the run of this process, which meets in time the processes that the launcher announces in the environment."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return CheckRun(options, dist.HashStore(), 0, 1)
     run = CheckRun(options, *next(rendezvous("env://", timeout=timedelta(seconds=options.timeout))))
@@ -93,18 +84,12 @@ def leave_processes() -> None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of a check.
-
-    Attributes:
-        text: the figures of a check that is ok; else the fault, with the processes by their numbers.
-        remedy: what to do, in a sentence; "" for the remedy of the check.
-        out_of_step: whether a process is gone, hangs or left others waiting, so that all later checks are skipped.
-    """
+    """The outcome of a check."""
 
     status: Literal["ok", "warning", "failed", "skipped"]
-    text: str
-    remedy: str = ""
-    out_of_step: bool = False
+    text: str  # the figures of a check that is ok; else the fault, with the processes by their numbers
+    remedy: str = ""  # what to do, in a sentence; "" for the remedy of the check
+    out_of_step: bool = False  # whether a process is gone, hangs or left others waiting: all later checks are skipped
 
 
 class NotApplicable(Exception):
@@ -113,20 +98,14 @@ class NotApplicable(Exception):
 
 @dataclass(frozen=True)
 class Check:
-    """A check: every process measures in a thread of its own, and judges the answers of all processes.
-
-    Attributes:
-        remedy: what to do if the measurement raises, or the judge fails it without a remedy of its own.
-        needs: the checks that must not fail before this one.
-        alike: what to do if processes answer differently, "{}" for the name of the answer; "" if they may.
-    """
+    """A check: every process measures in a thread of its own, and judges the answers of all processes."""
 
     name: str
     measure: Callable[[CheckRun], Any]
     judge: Callable[[CheckRun, list[Any]], Verdict]
-    remedy: str
-    needs: tuple[str, ...] = ()
-    alike: str = ""
+    remedy: str  # what to do if the measurement raises, or the judge fails it without a remedy of its own
+    needs: tuple[str, ...] = ()  # the checks that must not fail before this one
+    alike: str = ""  # what to do if processes answer differently, "{}" for the name of the answer; "" if they may
 
     def verdict(self, run: CheckRun, answers: list[Any]) -> Verdict:
         """Returns the verdict on the answers of all processes."""

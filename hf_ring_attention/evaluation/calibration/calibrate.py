@@ -43,8 +43,9 @@ MENU = (
 )
 
 #: The entries of a config that do not change what the model computes under a given pattern.
-_NOT_OF_THE_MODEL = {IMPLEMENTATION, "_name_or_path", "transformers_version"}
-_NOT_OF_THE_MODEL |= {"_attn_implementation", "attn_implementation"}
+_NOT_OF_THE_MODEL = {
+    IMPLEMENTATION, "_name_or_path", "transformers_version", "_attn_implementation", "attn_implementation"
+}  # fmt: skip
 #: The attributes of PEFT's layers that decide which adapters compute, and how much they count.
 _OF_ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
 #: Integers by their bytes.
@@ -123,13 +124,7 @@ def calibrate(
         _check_numbers(budget, retrieval, refinements, seed)
         cost = _checked_cost(budget_of, ranks, served, max(map(len, rows)), patterns, budget)
         settings = {"model": _stamp_of(inner), "dtype": str(inner.dtype), "menu": [*map(str, patterns)]}
-        numbers: dict[str, Any] = {
-            "budget": budget,
-            "cost": cost,
-            "retrieval": retrieval,
-            "refinements": refinements,
-            "seed": seed,
-        }
+        numbers = {"budget": budget, "cost": cost, "retrieval": retrieval, "refinements": refinements, "seed": seed}
         numbers |= {"texts": [*map(digest, rows)], "whether there is a folder": folder is not None}
         call.values = settings | numbers
     plain = [plain_text(row, seed) for row in rows]

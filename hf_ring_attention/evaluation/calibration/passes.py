@@ -133,9 +133,8 @@ class _LayerChanges:
     """Sums up d of each layer as its gradient arrives: `linear` has [Hkv, P] for each layer, the sum over all tokens."""
 
     def __init__(self, ring: Ring, layout: SequenceLayout, menu: Sequence[Pattern], keep: bool) -> None:
-        """`keep` keeps the d of tokens, for products of all layers."""
         self.linear: dict[int, Tensor] = {}
-        self._kept: dict[int, Tensor] = {}
+        self._kept: dict[int, Tensor] = {}  # with `keep`, the d of tokens, for products of all layers
         self._ring, self._menu, self._keep = ring, menu, keep
         positions = torch.tensor(layout.positions(ring.rank))
         self._is_token = positions < layout.seq_len

@@ -25,9 +25,8 @@ class ScoredText:
 
     ids: Tensor  # [n] int64, on the CPU
     scored: Tensor  # [n] bool; never the first
-    seed: (
-        int | None
-    )  # of the tokens that are drawn from predictions; None if the text's own tokens are answers to be found
+    #: Of the tokens that are drawn from predictions; None if the text's own tokens are answers to be found.
+    seed: int | None
 
     @property
     def num_scored(self) -> int:
