@@ -69,6 +69,14 @@ def test_tiles_that_share_no_query_write_their_results(kernel, flash, monkeypatc
         check_cases(ra.Ring(), [case])
 
 
+def test_tiles_of_one_head_are_views_of_all_batch_rows(rng):
+    """The stretches of a batch row end where those of the next one begin."""
+    case = case_of(rng, "branches:segment=4,segment=2@count", None, batch=3)
+    case = replace(case, num_heads=1, num_kv_heads=1)
+    assert all(batch.queries.is_view for batch in work_of(case, Math()).batches)
+    check_cases(ra.Ring(), [case])
+
+
 class Float32(TorchDispatchMode):
     """The most float32 numbers of a result."""
 
