@@ -102,6 +102,33 @@ def test_windows_need_no_float32_of_whole_rows(pattern, direct, rng):
     assert (found.most < q.numel()) == direct
 
 
+class Copies(TorchDispatchMode):
+    """How often a tensor is copied."""
+
+    def __init__(self, x):
+        super().__init__()
+        self.x, self.count = x, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.clone.default and args[0].data_ptr() == self.x.data_ptr()
+        return func(*args, **(kwargs or {}))
+
+
+def test_backward_copies_strided_queries_once():
+    """Graphs save queries as models store them; steps take rows."""
+
+    def copies(ring):
+        q, k, dout = (torch.randn(1, 8, heads, 8).transpose(1, 2) for heads in (2, 1, 2))
+        execution = attention.checked_call(q, k, k, None, attention.Options("exact", ring))._execution
+        assert len(execution.transport.works) == 3
+        saved = forward_pass(q, k, k, None, execution)._replace(q=q)
+        with Copies(q) as found:
+            backward_pass(dout, saved, None, execution)
+        return found.count
+
+    assert run_simulated(copies, 3, layout="zigzag", transport="ring") == [1, 1, 1]
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_packed_documents_are_one_call(causal, flash, monkeypatch, rng):
     """On one device, and for the own keys of ranks that share documents; padding is a sequence of its own."""
