@@ -53,27 +53,33 @@ class ViewRows:
         """Views need no row numbers."""
         return self
 
+    @property
+    def _at_equal_distances(self) -> bool:
+        """Whether all stretches of all batch rows are equally far apart, so that a view has them in one dimension."""
+        return 1 in (self.batch, self.copies) or self.of_batch_row == self.copies * self.advance
+
     @cached_property
     def _dimensions(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The sizes of `_window` and the distances in rows; B and copies share a dimension if one of them is 1."""
+        """The sizes of `_window` and the distances in rows."""
         tiles = [(self.batch, self.of_batch_row), (self.copies, self.advance)]
-        tiles = [max(tiles)] if 1 in (self.batch, self.copies) else tiles
+        if self._at_equal_distances:
+            tiles = [(self.batch * self.copies, self.of_batch_row if self.copies == 1 else self.advance)]
         sizes, distances = zip(*tiles, (self.heads, self.of_head), (self.length, 1))
         return sizes, distances
 
     def _window(self, x: Tensor) -> Tensor:
-        """Returns the rows as a view [B, copies, heads, L, ...]."""
+        """Returns the rows as a view [B, copies, heads, L, ...], or [B * copies, heads, L, ...] at equal distances."""
         (sizes, distances), (width, *others) = self._dimensions, x.stride()
         strides = [distance * width for distance in distances]
         return x.as_strided((*sizes, *x.shape[1:]), (*strides, *others), x.storage_offset() + self.start * width)
 
     @property
     def is_view(self) -> bool:
-        return 1 in (self.batch, self.copies) and (self.copies == 1 or self.advance >= self.length)
+        return self._at_equal_distances and (self.copies == 1 or self.advance >= self.length)
 
     def take(self, x: Tensor) -> Tensor:
         window = self._window(x)
-        return window if 1 in (self.batch, self.copies) else window.flatten(0, 1)
+        return window if self._at_equal_distances else window.flatten(0, 1)
 
     def take_lse(self, lse: Tensor) -> Tensor:
         return self.take(lse)

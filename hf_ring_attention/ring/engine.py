@@ -125,6 +125,7 @@ def forward_pass(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, executio
 def backward_pass(dout: Tensor, saved: Saved, sinks: Tensor | None, execution: Execution) -> AllGradients:
     """Returns dq, dk and dv, in the accumulation dtype or the dtype of q, and the gradient of sinks, if there are any."""
     transport, kernel, scale = execution
+    saved = Saved(*execution.laid_out(*saved[:3]), *saved[3:])  # Graphs save what they got.
     with without_autocast(dout):
         if transport.alone is not None:
             dq, dk, dv = transport.alone.backward(kernel, dout, saved, scale)

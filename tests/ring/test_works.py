@@ -69,6 +69,14 @@ def test_tiles_that_share_no_query_write_their_results(kernel, flash, monkeypatc
         check_cases(ra.Ring(), [case])
 
 
+def test_tiles_of_one_head_are_views_of_all_batch_rows(rng):
+    """The stretches of a batch row end where those of the next one begin."""
+    case = case_of(rng, "branches:segment=4,segment=2@count", None, batch=3)
+    case = replace(case, num_heads=1, num_kv_heads=1)
+    assert all(batch.queries.is_view for batch in work_of(case, Math()).batches)
+    check_cases(ra.Ring(), [case])
+
+
 class Float32(TorchDispatchMode):
     """The most float32 numbers of a result."""
 
@@ -92,6 +100,33 @@ def test_windows_need_no_float32_of_whole_rows(pattern, direct, rng):
         saved = forward_pass(q, k, v, None, execution)
         backward_pass(dout, saved, None, execution)
     assert (found.most < q.numel()) == direct
+
+
+class Copies(TorchDispatchMode):
+    """How often a tensor is copied."""
+
+    def __init__(self, x):
+        super().__init__()
+        self.x, self.count = x, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.clone.default and args[0].data_ptr() == self.x.data_ptr()
+        return func(*args, **(kwargs or {}))
+
+
+def test_backward_copies_strided_queries_once():
+    """Graphs save queries as models store them; steps take rows."""
+
+    def copies(ring):
+        q, k, dout = (torch.randn(1, 8, heads, 8).transpose(1, 2) for heads in (2, 1, 2))
+        execution = attention.checked_call(q, k, k, None, attention.Options("exact", ring))._execution
+        assert len(execution.transport.works) == 3
+        saved = forward_pass(q, k, k, None, execution)._replace(q=q)
+        with Copies(q) as found:
+            backward_pass(dout, saved, None, execution)
+        return found.count
+
+    assert run_simulated(copies, 3, layout="zigzag", transport="ring") == [1, 1, 1]
 
 
 @pytest.mark.parametrize("causal", [True, False])
