@@ -1,11 +1,13 @@
 """The fused kernels in Triton's interpreter: outputs, log-sum-exps and all gradients equal the oracle."""
 
 import random
+import sys
 
 import pytest
 import torch
 
 import hf_ring_attention as ra
+from hf_ring_attention.compute.fused import choice
 from hf_ring_attention.compute.fused.choice import blocks_for, fused_kernel, why_not_fused
 from hf_ring_attention.compute.fused.lists import Sizes
 from hf_ring_attention.compute.fused.tiles import FusedTiles
@@ -121,14 +123,23 @@ def test_reasons_against(device, dtype, widths, reason):
 def test_without_triton_and_without_its_interpreter(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert "needs a GPU" in why_not_fused(CPU, torch.float32, 16, 16)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "Triton is not installed" in why_not_fused(CPU, torch.float32, 16, 16)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    choice._why_no_triton.cache_clear()
+    assert "Triton cannot be imported (import of triton halted" in why_not_fused(CPU, torch.float32, 16, 16)
+    choice._why_no_triton.cache_clear()
+
+
+@pytest.mark.parametrize(("capability", "refused"), [((7, 0), True), ((7, 5), True), ((8, 0), False), ((12, 0), False)])
+def test_older_devices_are_refused(capability, refused, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    reason = why_not_fused(torch.device("cuda"), torch.float16, 64, 64)
+    assert ("needs compute capability 8.0" in (reason or "")) is refused
 
 
 def test_every_device_has_blocks():
     for dtype in (torch.float16, torch.float32):
         for width in (1, 64, 80, 128, 192, 256):
-            for capability in (None, (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)):
+            for capability in (None, (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)):
                 blocks = blocks_for(dtype, width, capability)
                 for rows in (blocks.rows, blocks.keys, blocks.query_rows, blocks.key_rows):
                     assert rows >= 16

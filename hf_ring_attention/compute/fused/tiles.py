@@ -100,14 +100,13 @@ class FusedTiles:
     ) -> Gradients:
         """Returns dq, dk and dv, as `Work.backward`."""
         q, k, v, out, dout = (_with_rows(x) for x in (*saved[:4], dout))
-        lse = saved.lse
+        lse = saved.lse.contiguous()
         if sums is None:
             dq = _stored_by_token(q, q.shape[-1], q.dtype if len(self.launches) == 1 else torch.float32)
             dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
         else:
             dq, dk, dv = sums
-        delta = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device).as_strided(lse.shape, lse.stride())
-        factors = (*kernel.factors(scale), scale)
+        delta, factors = torch.empty_like(lse), (*kernel.factors(scale), float(scale))
         rows = (*_strides(q), *self._key_strides(k), *self._key_strides(v))
         for number, launch in enumerate(self.launches):
             _launch(
