@@ -134,11 +134,13 @@ def choose_kernel(
     setting: str = "auto",
     tiles: TileKinds = ANY_TILES,
     note: Callable[[str, Decision], None] = lambda kind, decision: None,
+    group: int = 1,
 ) -> Kernel:
     """Returns the kernel that was asked for, or with "auto" the fastest one that computes this and has proved itself.
 
     Args:
         note: is called with the kind of call, and the choice with its reason.
+        group: the query heads of each key/value head.
 
     Raises:
         ValueError: another dtype, or a kernel that was asked for and cannot compute this, or is wrong on this device.
@@ -154,7 +156,7 @@ def choose_kernel(
         kernel = _kernel(decision.choice, *widths, softcap)
         fault = None
         if device.type == "cuda" and not isinstance(kernel, Math):
-            fault = fault_of(kernel, softcap, tiles.rows > 0, *widths)
+            fault = fault_of(kernel, softcap, tiles.rows > 0, group, *widths)
         if fault is None:
             note(str(call), replace(decision, reason="; ".join([decision.reason, *failed])))
             return kernel
