@@ -96,13 +96,16 @@ def test_views_are_read_in_place():
     """Tensors as models store them, and results stored the same way."""
     case = case_of("window:6+2")
     kernel = fused_kernel(CPU, torch.float32, 16, 16)
-    q, k, v, _, _ = case.tensors
+    q, k, v, dout, _ = case.tensors
     stored = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     work = work_of(case, SMALL_BLOCKS)
     (out, lse), (plain, plain_lse) = (work.forward(kernel, *some, 0.25) for some in (stored, (q, k, v)))
     assert torch.equal(out, plain)
     assert torch.equal(lse, plain_lse)
     assert out.transpose(1, 2).is_contiguous()
+    gradients = [work.backward(kernel, dout, Saved(*stored, out, x), 0.25) for x in (lse, lse.mT.contiguous().mT)]
+    for x, of_strided_lse in zip(*gradients, strict=True):
+        assert torch.equal(x, of_strided_lse)
 
 
 @pytest.mark.parametrize(
