@@ -156,7 +156,7 @@ def choose_kernel(
         kernel = _kernel(decision.choice, *widths, softcap)
         fault = None
         if device.type == "cuda" and not isinstance(kernel, Math):
-            fault = fault_of(kernel, softcap, tiles.rows > 0, group, *widths)
+            fault = fault_of(kernel, softcap, tiles.rows > 0, device, dtype, group, head_dim, value_dim)
         if fault is None:
             note(str(call), replace(decision, reason="; ".join([decision.reason, *failed])))
             return kernel

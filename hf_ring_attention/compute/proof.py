@@ -33,6 +33,9 @@ _ROW_LENGTH, _KV_HEADS = 256, 2
 _DOCUMENTS = (((0, 1), (1, 101), (101, 229)), ((0, 256),))
 _EXACT_DOCUMENTS = (((0, 100), (100, 228)), ((0, 256),))
 _WINDOW, _SINKS, _EXACT = 24, 2, Pattern.exact()
+#: Patterns, documents, and whether they are causal. Long tiles have blocks of keys without a mask, which are other code.
+_CALLS = ((Pattern.window(_WINDOW, _SINKS), _DOCUMENTS, True), (_EXACT, _DOCUMENTS, True))
+_EXACT_CALLS = ((_EXACT, _EXACT_DOCUMENTS, True), (_EXACT, _EXACT_DOCUMENTS, False))
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +44,7 @@ _LOCK = threading.Lock()
 
 
 def fault_of(
-    kernel: Kernel,
-    softcap: float | None,
-    exact: bool,
-    group: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    *widths: int,
+    kernel: Kernel, softcap: float | None, exact: bool, device: torch.device, dtype: torch.dtype, *sizes: int
 ) -> str | None:
     """Returns why a kernel is not used on a device: its errors, or the error that it raised; None if it is right.
 
@@ -55,17 +52,16 @@ def fault_of(
 
     Args:
         exact: whether it computes exact attention only; else a window with sinks too.
-        group: the query heads of each key/value head, by whose number kernels are compiled.
-        widths: of queries and keys, and of values.
+        sizes: the query heads of a key/value head, and the widths of queries and keys, and of values.
     """
     deterministic = torch.are_deterministic_algorithms_enabled()  # Other operators run, and some raise errors.
-    key = kernel.name, torch_flash(), softcap is None, exact, group, deterministic, device, dtype, widths
+    key = kernel.name, torch_flash(), softcap is None, exact, deterministic, device, dtype, sizes
     with _LOCK:
         if key not in _FAULTS:
             logger.info("kernel %s computes its proof on %s for %s, and may be compiled", kernel.name, device, dtype)
             # A thread of its own has no modes, autocast or gradients of the caller, and changes none.
             with ThreadPoolExecutor(1, thread_name_prefix="proof") as thread:
-                found = thread.submit(_fault, kernel, softcap, exact, group, device, dtype, *widths)
+                found = thread.submit(_fault, kernel, softcap, exact, device, dtype, *sizes)
             error = found.exception()
             if isinstance(error, torch.OutOfMemoryError):
                 raise error
@@ -79,33 +75,25 @@ def fault_of(
 
 @torch.no_grad()
 def _fault(
-    kernel: Kernel,
-    softcap: float | None,
-    exact: bool,
-    group: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    *widths: int,
+    kernel: Kernel, softcap: float | None, exact: bool, device: torch.device, dtype: torch.dtype, *sizes: int
 ) -> str | None:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # of this thread
     generator = torch.Generator("cpu").manual_seed(0)
-    (head_dim, value_dim), heads = widths, _KV_HEADS * group
-    sizes = ((heads, head_dim), (_KV_HEADS, head_dim), (_KV_HEADS, value_dim), (heads, value_dim))
+    group, head_dim, value_dim = sizes
+    heads = _KV_HEADS * group
 
     def drawn(heads: int, width: int) -> Tensor:  # stored by token, as models do
         x = torch.randn(2, _ROW_LENGTH, heads, width, generator=generator, dtype=torch.float64, device="cpu")
         return x.to(device, dtype).transpose(1, 2)
 
-    inputs = [drawn(*size) for size in sizes]
-    # Rows of a window see few keys: most blocks of long tiles are without a mask, which is other code.
-    patterns = [(_EXACT, True), (_EXACT, False)] if exact else [(Pattern.window(_WINDOW, _SINKS), True), (_EXACT, True)]
-    documents = _EXACT_DOCUMENTS if exact else _DOCUMENTS
-    return next(filter(None, (_compared(kernel, inputs, softcap, documents, *pattern) for pattern in patterns)), None)
+    inputs = [drawn(heads, head_dim), drawn(_KV_HEADS, head_dim), drawn(_KV_HEADS, value_dim), drawn(heads, value_dim)]
+    faults = [_compared(kernel, inputs, softcap, *call) for call in (_EXACT_CALLS if exact else _CALLS)]
+    return next(filter(None, faults), None)
 
 
 def _compared(
-    kernel: Kernel, inputs: list[Tensor], softcap: float | None, documents: Documents, pattern: Pattern, causal: bool
+    kernel: Kernel, inputs: list[Tensor], softcap: float | None, pattern: Pattern, documents: Documents, causal: bool
 ) -> str | None:
     """Returns the errors of a kernel that are beyond their bounds; None if none is."""
     dtype, device, scale = inputs[0].dtype, inputs[0].device, inputs[0].shape[-1] ** -0.5

@@ -29,7 +29,7 @@ def nothing_is_proved(monkeypatch):
 
 
 def fault(kernel, dtype=torch.float32, widths=(16, 16), softcap=None, exact=False, group=2):
-    return proof.fault_of(kernel, softcap, exact, group, CPU, dtype, *widths)
+    return proof.fault_of(kernel, softcap, exact, CPU, dtype, group, *widths)
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["window", "exact"])
