@@ -173,7 +173,7 @@ def _facts_of(setting: str, device: torch.device, dtype: torch.dtype, head_dim: 
         type=device.type,
         capability=torch.cuda.get_device_capability(device) if is_cuda else (0, 0),
         has_flash=torch.backends.cuda.is_flash_attention_available(),
-        has_cudnn=torch.version.hip is None and torch.backends.cudnn.is_available(),
+        has_cudnn=torch.version.hip is None and (torch.backends.cudnn.version() or 0) > 91500,
         flash=torch_flash(),
         deterministic=torch.are_deterministic_algorithms_enabled(),
         not_fused=why_not_fused(device, dtype, head_dim, value_dim) if may_fuse else None,

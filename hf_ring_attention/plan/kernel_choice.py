@@ -47,7 +47,7 @@ class DeviceFacts(NamedTuple):
     type: str
     capability: tuple[int, int] = (0, 0)
     has_flash: bool = False  # whether torch was built with FlashAttention
-    has_cudnn: bool = False
+    has_cudnn: bool = False  # whether torch has cuDNN 9.15.1 or newer
     flash: str | None = None  # the implementation that torch.nn.attention has activated in place of FlashAttention-2
     deterministic: bool = False  # whether torch must use deterministic algorithms
     not_fused: str | None = None  # why the fused kernel cannot run here
@@ -128,7 +128,8 @@ def _reason_against_flash(device: DeviceFacts, widest: int) -> str | None:
 
 def _reason_against_cudnn(device: DeviceFacts, call: CallFacts) -> str | None:
     if not device.has_cudnn:
-        return "torch was built without cuDNN"
+        # Older ones access memory beyond tiles of other lengths than multiples of 128 (pytorch#169849).
+        return "torch has no cuDNN, or one that is older than 9.15.1"
     if device.deterministic:
         return "it is not deterministic, and torch.use_deterministic_algorithms is on"
     if max(call.head_dim, call.value_dim) > 128 or call.head_dim % 8 or call.value_dim % 8:
@@ -177,7 +178,8 @@ def _by_speed(device: DeviceFacts, call: CallFacts) -> list[tuple[str, str]]:
     if half and (tiles.rows >= LONG_TILE or tiles.whole_rows):
         if device.flash is not None:
             order.append(("flash", f"torch.nn.attention has activated {device.flash}"))
-        if tiles.rows >= LONG_TILE and tiles.full_rows:
+        # On other devices, torch too prefers flash.
+        if tiles.rows >= LONG_TILE and tiles.full_rows and device.capability[0] in (9, 10):
             order.append(("cudnn", f"all tiles are full or causal, of {LONG_TILE} rows or more"))
         order.append(("flash", "its calls take long tiles, or the documents of whole rows in place"))
     fused = [("fused", "one launch takes all tiles")]
