@@ -108,6 +108,18 @@ def test_views_are_read_in_place():
         assert torch.equal(x, of_strided_lse)
 
 
+def test_one_batch_row_may_have_any_stride():
+    """Numbers that 16 does not divide would have Triton compile again, and read number by number."""
+    case, calls = case_of("window:6+2"), []
+    kernel, work = fused_kernel(CPU, torch.float32, 16, 16), work_of(case, SMALL_BLOCKS)
+    kernel.forward_kernel = {(len(work.launches[0].items),): lambda *call, **_: calls.append(call)}
+    q, k, v, _, _ = case.tensors
+    for stride in (q.stride(0), 1, 7):
+        work.forward(kernel, q.as_strided(q.shape, (stride, *q.stride()[1:])), k, v, 0.25)
+    first, *others = ([x for x in call if isinstance(x, int)] for call in calls)
+    assert others == [first, first]
+
+
 @pytest.mark.parametrize(
     ("device", "dtype", "widths", "reason"),
     [

@@ -126,8 +126,7 @@ class FusedTiles:
     def _key_strides(self, x: Tensor) -> tuple[int, int, int]:
         """Returns the distances of batch rows, heads and rows of keys; the rows of a payload are numbered through."""
         if x.dim() == 4:
-            batch, head, row, _ = x.stride()
-            return batch, head, row
+            return _strides(x)
         row = x.stride(0)
         if self.keys is None:
             return 0, 0, row
@@ -141,7 +140,8 @@ def _with_rows(x: Tensor) -> Tensor:
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
-    batch, head, row, _ = x.stride()
+    """Returns the distances of batch rows, heads and rows; 0 if there is one: with other numbers, Triton aligns no loads."""
+    batch, head, row = (0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()))
     return batch, head, row
 
 
