@@ -55,7 +55,7 @@ def is_interpreted() -> bool:
 def _why_no_triton() -> str | None:
     try:
         import triton  # noqa: F401
-    except Exception as error:  # A broken package raises errors of any class.
+    except (ImportError, AttributeError, OSError) as error:  # as of a broken installation
         return f"Triton cannot be imported ({error}): pip install 'hf-ring-attention[triton]'"
     return None
 
