@@ -134,11 +134,13 @@ def choose_kernel(
     setting: str = "auto",
     tiles: TileKinds = ANY_TILES,
     note: Callable[[str, Decision], None] = lambda kind, decision: None,
+    group: int = 1,
 ) -> Kernel:
     """Returns the kernel that was asked for, or with "auto" the fastest one that computes this and has proved itself.
 
     Args:
         note: is called with the kind of call, and the choice with its reason.
+        group: the query heads of each key/value head.
 
     Raises:
         ValueError: another dtype, or a kernel that was asked for and cannot compute this, or is wrong on this device.
@@ -154,7 +156,7 @@ def choose_kernel(
         kernel = _kernel(decision.choice, *widths, softcap)
         fault = None
         if device.type == "cuda" and not isinstance(kernel, Math):
-            fault = fault_of(kernel, softcap, tiles.rows > 0, *widths)
+            fault = fault_of(kernel, softcap, tiles.rows > 0, device, dtype, group, head_dim, value_dim)
         if fault is None:
             note(str(call), replace(decision, reason="; ".join([decision.reason, *failed])))
             return kernel
@@ -171,7 +173,7 @@ def _facts_of(setting: str, device: torch.device, dtype: torch.dtype, head_dim: 
         type=device.type,
         capability=torch.cuda.get_device_capability(device) if is_cuda else (0, 0),
         has_flash=torch.backends.cuda.is_flash_attention_available(),
-        has_cudnn=torch.version.hip is None and torch.backends.cudnn.is_available(),
+        has_cudnn=torch.version.hip is None and (torch.backends.cudnn.version() or 0) > 91500,
         flash=torch_flash(),
         deterministic=torch.are_deterministic_algorithms_enabled(),
         not_fused=why_not_fused(device, dtype, head_dim, value_dim) if may_fuse else None,

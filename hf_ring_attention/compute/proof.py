@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..plan.layouts import SequenceLayout
 from ..plan.patterns import Pattern
-from ..plan.problem import Problem
+from ..plan.problem import Documents, Problem
 from .binding import bind_own
 from .cuda_kernels import torch_flash
 from .kernel import Kernel, Saved
@@ -28,11 +28,14 @@ from .merge import accumulation_dtype
 #: float32, the order of the sums is the whole of the error.
 FACTOR, FLOAT32_FACTOR = 3, 32
 
-_ROW_LENGTH, _HEADS, _KV_HEADS = 256, 4, 2
+_ROW_LENGTH, _KV_HEADS = 256, 2
 #: The documents of two rows; other tokens are padding. cuDNN takes no short ones.
 _DOCUMENTS = (((0, 1), (1, 101), (101, 229)), ((0, 256),))
 _EXACT_DOCUMENTS = (((0, 100), (100, 228)), ((0, 256),))
-_WINDOW, _SINKS = 24, 2
+_WINDOW, _SINKS, _EXACT = 24, 2, Pattern.exact()
+#: Patterns, documents, and whether they are causal. Long tiles have blocks of keys without a mask, which are other code.
+_CALLS = ((Pattern.window(_WINDOW, _SINKS), _DOCUMENTS, True), (_EXACT, _DOCUMENTS, True))
+_EXACT_CALLS = ((_EXACT, _EXACT_DOCUMENTS, True), (_EXACT, _EXACT_DOCUMENTS, False))
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +44,7 @@ _LOCK = threading.Lock()
 
 
 def fault_of(
-    kernel: Kernel, softcap: float | None, exact: bool, device: torch.device, dtype: torch.dtype, *widths: int
+    kernel: Kernel, softcap: float | None, exact: bool, device: torch.device, dtype: torch.dtype, *sizes: int
 ) -> str | None:
     """Returns why a kernel is not used on a device: its errors, or the error that it raised; None if it is right.
 
@@ -49,14 +52,16 @@ def fault_of(
 
     Args:
         exact: whether it computes exact attention only; else a window with sinks too.
-        widths: of queries and keys, and of values.
+        sizes: the query heads of a key/value head, and the widths of queries and keys, and of values.
     """
-    key = kernel.name, torch_flash(), softcap is None, exact, device, dtype, widths
+    deterministic = torch.are_deterministic_algorithms_enabled()  # Other operators run, and some raise errors.
+    key = kernel.name, torch_flash(), softcap is None, exact, deterministic, device, dtype, sizes
     with _LOCK:
         if key not in _FAULTS:
+            logger.info("kernel %s computes its proof on %s for %s, and may be compiled", kernel.name, device, dtype)
             # A thread of its own has no modes, autocast or gradients of the caller, and changes none.
             with ThreadPoolExecutor(1, thread_name_prefix="proof") as thread:
-                found = thread.submit(_fault, kernel, softcap, exact, device, dtype, *widths)
+                found = thread.submit(_fault, kernel, softcap, exact, device, dtype, *sizes)
             error = found.exception()
             if isinstance(error, torch.OutOfMemoryError):
                 raise error
@@ -70,30 +75,30 @@ def fault_of(
 
 @torch.no_grad()
 def _fault(
-    kernel: Kernel, softcap: float | None, exact: bool, device: torch.device, dtype: torch.dtype, *widths: int
+    kernel: Kernel, softcap: float | None, exact: bool, device: torch.device, dtype: torch.dtype, *sizes: int
 ) -> str | None:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # of this thread
     generator = torch.Generator("cpu").manual_seed(0)
-    head_dim, value_dim = widths
-    sizes = ((_HEADS, head_dim), (_KV_HEADS, head_dim), (_KV_HEADS, value_dim), (_HEADS, value_dim))
+    group, head_dim, value_dim = sizes
+    heads = _KV_HEADS * group
 
     def drawn(heads: int, width: int) -> Tensor:  # stored by token, as models do
         x = torch.randn(2, _ROW_LENGTH, heads, width, generator=generator, dtype=torch.float64, device="cpu")
         return x.to(device, dtype).transpose(1, 2)
 
-    inputs = [drawn(*size) for size in sizes]
-    faults = [_compared(kernel, inputs, softcap, exact, causal) for causal in ((True, False) if exact else (True,))]
+    inputs = [drawn(heads, head_dim), drawn(_KV_HEADS, head_dim), drawn(_KV_HEADS, value_dim), drawn(heads, value_dim)]
+    faults = [_compared(kernel, inputs, softcap, *call) for call in (_EXACT_CALLS if exact else _CALLS)]
     return next(filter(None, faults), None)
 
 
-def _compared(kernel: Kernel, inputs: list[Tensor], softcap: float | None, exact: bool, causal: bool) -> str | None:
+def _compared(
+    kernel: Kernel, inputs: list[Tensor], softcap: float | None, pattern: Pattern, documents: Documents, causal: bool
+) -> str | None:
     """Returns the errors of a kernel that are beyond their bounds; None if none is."""
     dtype, device, scale = inputs[0].dtype, inputs[0].device, inputs[0].shape[-1] ** -0.5
-    documents = _EXACT_DOCUMENTS if exact else _DOCUMENTS
-    pattern = Pattern.exact() if exact else Pattern.window(_WINDOW, _SINKS)
-    layout = SequenceLayout("contiguous", _ROW_LENGTH, 1)
-    problem = Problem(pattern, layout, documents, num_heads=_HEADS, num_kv_heads=_KV_HEADS, causal=causal)
+    layout, num_heads = SequenceLayout("contiguous", _ROW_LENGTH, 1), inputs[0].shape[1]
+    problem = Problem(pattern, layout, documents, num_heads=num_heads, num_kv_heads=_KV_HEADS, causal=causal)
     work = bind_own(problem, 0, device, kernel.joining)
     q, k, v, dout = (x if work.takes_views else x.contiguous() for x in inputs)
     out, lse = work.forward(kernel, q, k, v, scale)
@@ -105,7 +110,7 @@ def _compared(kernel: Kernel, inputs: list[Tensor], softcap: float | None, exact
     halves = work.backward(kernel, dout, saved._replace(lse=lse_of_two), scale, sums)
     added = [twice, *(2 * half for half in halves), lse_of_two.unsqueeze(-1) - math.log(2)]
 
-    seen = torch.stack([_seen(row, exact, causal) for row in documents]).unsqueeze(1).to(device)
+    seen = torch.stack([_seen(row, pattern == _EXACT, causal) for row in documents]).unsqueeze(1).to(device)
     expected, plain, plain_wide = (_plain(kind, inputs, seen, scale, softcap) for kind in (torch.float64, dtype, wide))
     plain[-1] = plain_wide[-1]  # Kernels do not round scores to 16 bits.
     faults, factor = [], FACTOR if dtype.itemsize == 2 else FLOAT32_FACTOR
@@ -130,8 +135,8 @@ def _seen(documents: tuple[tuple[int, int], ...], exact: bool, causal: bool) -> 
 
 def _plain(dtype: torch.dtype, inputs: list[Tensor], seen: Tensor, scale: float, softcap: float | None) -> list[Tensor]:
     """Returns out, dq, dk, dv and lse [B, H, n, 1] by matrices of all pairs in one dtype."""
-    group = _HEADS // _KV_HEADS
-    q, k, v, dout = (x.to(dtype).repeat_interleave(_HEADS // x.shape[1], 1) for x in inputs)
+    heads = inputs[0].shape[1]
+    q, k, v, dout = (x.to(dtype).repeat_interleave(heads // x.shape[1], 1) for x in inputs)
     scores, slope = q @ k.mT * scale, torch.ones((), dtype=dtype, device=q.device)
     if softcap is not None:
         tanh = torch.tanh(scores / softcap)
@@ -140,7 +145,7 @@ def _plain(dtype: torch.dtype, inputs: list[Tensor], seen: Tensor, scale: float,
     p = torch.exp(scores - lse).masked_fill(~seen, 0)
     out = p @ v
     ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) * scale * slope
-    dk, dv = ((x.mT @ y).unflatten(1, (-1, group)).sum(2) for x, y in ((ds, q), (p, dout)))
+    dk, dv = ((x.mT @ y).unflatten(1, (_KV_HEADS, -1)).sum(2) for x, y in ((ds, q), (p, dout)))
     return [out, ds @ k, dk, dv, lse]
 
 

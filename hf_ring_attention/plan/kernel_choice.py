@@ -11,7 +11,8 @@ from .patterns import Pattern
 from .plans import plan_rank
 from .problem import Problem
 
-#: cuDNN compiles a program for each shape of tiles, which pays for long tiles alone. Older releases refuse fewer than 64 rows.
+#: cuDNN compiles a program for each shape of tiles, and torch keeps all of them, which pays for long tiles that have the same
+#: lengths in each call. Older releases refuse fewer than 64 rows.
 LONG_TILE, FEWEST_CUDNN_ROWS = 1024, 64
 #: One program of the fused kernel reads all keys of a head: with fewer queries there are too few programs for a device.
 FEW_QUERIES = 64
@@ -25,12 +26,14 @@ class TileKinds(NamedTuple):
     rows: int = 0  # of the shortest tile of exact attention; 0 for other patterns
     whole_rows: bool = False  # whether they are exact documents of rows that one rank holds
     few_queries: bool = False  # whether fewer than FEW_QUERIES queries read keys from a cache
+    full_rows: bool = False  # whether each row is one document, so that the layout alone decides their lengths
 
     def __str__(self) -> str:
         if self.few_queries:
             return "few queries to a cache"
         if self.rows >= LONG_TILE:
-            return f"full and causal tiles of {LONG_TILE} rows or more"
+            of_row = "one document a row, " if self.full_rows else ""
+            return f"{of_row}full and causal tiles of {LONG_TILE} rows or more"
         return "exact documents on one rank" if self.whole_rows else "tiles of any shape"
 
 
@@ -44,7 +47,7 @@ class DeviceFacts(NamedTuple):
     type: str
     capability: tuple[int, int] = (0, 0)
     has_flash: bool = False  # whether torch was built with FlashAttention
-    has_cudnn: bool = False
+    has_cudnn: bool = False  # whether torch has cuDNN 9.15.1 or newer
     flash: str | None = None  # the implementation that torch.nn.attention has activated in place of FlashAttention-2
     deterministic: bool = False  # whether torch must use deterministic algorithms
     not_fused: str | None = None  # why the fused kernel cannot run here
@@ -75,7 +78,8 @@ def tile_kinds(problem: Problem, rank: int) -> TileKinds:
         return TileKinds()
     plan = plan_rank(problem, rank)
     rows = (0 if batch.shape == "band" else min(batch.num_queries, batch.num_keys) for batch in plan.own + plan.remote)
-    return TileKinds(min(rows, default=0), problem.layout.world_size == 1)
+    full_rows = all(row == ((0, problem.layout.seq_len),) for row in problem.documents)
+    return TileKinds(min(rows, default=0), problem.layout.world_size == 1, full_rows=full_rows)
 
 
 def _is_exact(pattern: Pattern, longest: int) -> bool:
@@ -124,7 +128,8 @@ def _reason_against_flash(device: DeviceFacts, widest: int) -> str | None:
 
 def _reason_against_cudnn(device: DeviceFacts, call: CallFacts) -> str | None:
     if not device.has_cudnn:
-        return "torch was built without cuDNN"
+        # Older ones access memory beyond tiles of other lengths than multiples of 128 (pytorch#169849).
+        return "torch has no cuDNN, or one that is older than 9.15.1"
     if device.deterministic:
         return "it is not deterministic, and torch.use_deterministic_algorithms is on"
     if max(call.head_dim, call.value_dim) > 128 or call.head_dim % 8 or call.value_dim % 8:
@@ -173,7 +178,8 @@ def _by_speed(device: DeviceFacts, call: CallFacts) -> list[tuple[str, str]]:
     if half and (tiles.rows >= LONG_TILE or tiles.whole_rows):
         if device.flash is not None:
             order.append(("flash", f"torch.nn.attention has activated {device.flash}"))
-        if tiles.rows >= LONG_TILE:
+        # On other devices, torch too prefers flash.
+        if tiles.rows >= LONG_TILE and tiles.full_rows and device.capability[0] in (9, 10):
             order.append(("cudnn", f"all tiles are full or causal, of {LONG_TILE} rows or more"))
         order.append(("flash", "its calls take long tiles, or the documents of whole rows in place"))
     fused = [("fused", "one launch takes all tiles")]

@@ -10,7 +10,8 @@ from hf_ring_attention.compute.kernel import KernelCall, Saved
 from hf_ring_attention.compute.kernels import Math
 from tests.support.cuda_operators import HALVES, CheckedOperators, CudnnAttention, WithoutDeviceGuard
 
-CUDA = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+HAS_CUDNN = torch.cuda.is_available() and (torch.backends.cudnn.version() or 0) > 91500
+CUDA = [pytest.mark.cuda, pytest.mark.skipif(not HAS_CUDNN, reason="needs a CUDA device, and cuDNN 9.15.1")]
 #: Tiles, key/value heads, query heads on each, queries, keys, width of q and k, width of v.
 SIZES = [(1, 1, 1, 64, 64, 8, 8), (2, 2, 3, 70, 70, 64, 128), (3, 1, 2, 65, 130, 128, 16), (1, 2, 4, 200, 64, 32, 40)]
 CASES = [(sizes, shape) for sizes in SIZES for shape in ("full", "causal") if shape == "full" or sizes[3] == sizes[4]]

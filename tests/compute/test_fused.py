@@ -1,11 +1,13 @@
 """The fused kernels in Triton's interpreter: outputs, log-sum-exps and all gradients equal the oracle."""
 
 import random
+import sys
 
 import pytest
 import torch
 
 import hf_ring_attention as ra
+from hf_ring_attention.compute.fused import choice
 from hf_ring_attention.compute.fused.choice import blocks_for, fused_kernel, why_not_fused
 from hf_ring_attention.compute.fused.lists import Sizes
 from hf_ring_attention.compute.fused.tiles import FusedTiles
@@ -94,13 +96,28 @@ def test_views_are_read_in_place():
     """Tensors as models store them, and results stored the same way."""
     case = case_of("window:6+2")
     kernel = fused_kernel(CPU, torch.float32, 16, 16)
-    q, k, v, _, _ = case.tensors
+    q, k, v, dout, _ = case.tensors
     stored = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     work = work_of(case, SMALL_BLOCKS)
     (out, lse), (plain, plain_lse) = (work.forward(kernel, *some, 0.25) for some in (stored, (q, k, v)))
     assert torch.equal(out, plain)
     assert torch.equal(lse, plain_lse)
     assert out.transpose(1, 2).is_contiguous()
+    gradients = [work.backward(kernel, dout, Saved(*stored, out, x), 0.25) for x in (lse, lse.mT.contiguous().mT)]
+    for x, of_strided_lse in zip(*gradients, strict=True):
+        assert torch.equal(x, of_strided_lse)
+
+
+def test_one_batch_row_may_have_any_stride():
+    """Numbers that 16 does not divide would have Triton compile again, and read number by number."""
+    case, calls = case_of("window:6+2"), []
+    kernel, work = fused_kernel(CPU, torch.float32, 16, 16), work_of(case, SMALL_BLOCKS)
+    kernel.forward_kernel = {(len(work.launches[0].items),): lambda *call, **_: calls.append(call)}
+    q, k, v, _, _ = case.tensors
+    for stride in (q.stride(0), 1, 7):
+        work.forward(kernel, q.as_strided(q.shape, (stride, *q.stride()[1:])), k, v, 0.25)
+    first, *others = ([x for x in call if isinstance(x, int)] for call in calls)
+    assert others == [first, first]
 
 
 @pytest.mark.parametrize(
@@ -121,14 +138,23 @@ def test_reasons_against(device, dtype, widths, reason):
 def test_without_triton_and_without_its_interpreter(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert "needs a GPU" in why_not_fused(CPU, torch.float32, 16, 16)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "Triton is not installed" in why_not_fused(CPU, torch.float32, 16, 16)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    choice._why_no_triton.cache_clear()
+    assert "Triton cannot be imported (import of triton halted" in why_not_fused(CPU, torch.float32, 16, 16)
+    choice._why_no_triton.cache_clear()
+
+
+@pytest.mark.parametrize(("capability", "refused"), [((7, 0), True), ((7, 5), True), ((8, 0), False), ((12, 0), False)])
+def test_older_devices_are_refused(capability, refused, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    reason = why_not_fused(torch.device("cuda"), torch.float16, 64, 64)
+    assert ("needs compute capability 8.0" in (reason or "")) is refused
 
 
 def test_every_device_has_blocks():
     for dtype in (torch.float16, torch.float32):
         for width in (1, 64, 80, 128, 192, 256):
-            for capability in (None, (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)):
+            for capability in (None, (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)):
                 blocks = blocks_for(dtype, width, capability)
                 for rows in (blocks.rows, blocks.keys, blocks.query_rows, blocks.key_rows):
                     assert rows >= 16

@@ -156,6 +156,14 @@ def test_few_keys_of_many_queries_are_cut(monkeypatch):
     check(batches, sizes, blocks, random.Random(0))
 
 
-@pytest.mark.parametrize(("group", "expected"), [(1, 1), (4, 4), (7, 7), (32, 32), (48, 24), (71, 1)])
+@pytest.mark.parametrize(("group", "expected"), [(1, 1), (4, 4), (7, 7), (16, 16), (24, 12), (32, 16), (71, 1)])
 def test_heads_that_share_an_item(group, expected):
-    assert heads_of_an_item(group) == expected
+    assert heads_of_an_item(group, SMALL_BLOCKS) == expected
+    assert heads_of_an_item(2 * group, SMALL_BLOCKS._replace(rows=64, query_rows=32)) == 2 * expected
+
+
+def test_more_heads_than_rows_of_a_block(rng):
+    """A block holds one row or more of all heads of an item, or its program would compute nothing, or never end."""
+    case = with_heads(rng, random_case(rng, max_len=24), 32, 1)
+    batches = plan_rank(case.problem(SequenceLayout("contiguous", case.seq_len, 1)), 0).own
+    check(batches, Sizes(case.batch, 32, 1, case.seq_len, case.seq_len), SMALL_BLOCKS, rng)

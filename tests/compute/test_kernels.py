@@ -5,10 +5,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_ring_attention.compute import kernels
-from hf_ring_attention.compute.cuda_kernels import CudaEfficient, CudaFlash
+from hf_ring_attention.compute.cuda_kernels import CudaEfficient, CudaFlash, Cudnn
 from hf_ring_attention.compute.kernel import KernelCall, Saved
 from hf_ring_attention.compute.kernels import CpuFlash, Math, choose_kernel
 from hf_ring_attention.compute.merge import accumulation_dtype
+from hf_ring_attention.plan.kernel_choice import TileKinds
 from tests.support.cuda_operators import EfficientAttention
 
 CUDA = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -266,10 +267,10 @@ def test_math_gives_the_same_in_slices(shape, rows_at_once, generator):
 def cuda_device(monkeypatch):
     """The facts of a CUDA device and of what torch was built with; kernels need no proof."""
 
-    def has(capability=(9, 0), flash=True, cudnn=False, fused="it is not built yet"):
+    def has(capability=(9, 0), flash=True, cudnn=None, fused="it is not built yet"):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: flash)
-        monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: cudnn)
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
         monkeypatch.setattr(kernels, "why_not_fused", lambda *_: fused)
 
     monkeypatch.setattr(kernels, "fault_of", lambda *_: None)
@@ -295,6 +296,13 @@ def test_kernels_are_chosen(cuda_device):
             assert type(kernel) is want, (device, dtype, head_dim, value_dim, available)
     cpu = torch.device("cpu")
     assert choose_kernel(cpu, torch.float32, 8, 8) is choose_kernel(cpu, torch.float32, 8, 8)
+
+
+@pytest.mark.parametrize(("version", "kernel"), [(None, CudaFlash), (91500, CudaFlash), (91501, Cudnn)])
+def test_old_releases_of_cudnn_are_not_used(version, kernel, cuda_device):
+    cuda_device(cudnn=version)
+    tiles = TileKinds(rows=4096, full_rows=True)
+    assert type(choose_kernel(torch.device("cuda"), torch.bfloat16, 64, 64, tiles=tiles)) is kernel
 
 
 def test_older_devices_get_kernels_that_they_can_run(cuda_device, monkeypatch):

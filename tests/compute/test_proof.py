@@ -28,8 +28,8 @@ def nothing_is_proved(monkeypatch):
     monkeypatch.setattr(proof, "_FAULTS", {})
 
 
-def fault(kernel, dtype=torch.float32, widths=(16, 16), softcap=None, exact=False):
-    return proof.fault_of(kernel, softcap, exact, CPU, dtype, *widths)
+def fault(kernel, dtype=torch.float32, widths=(16, 16), softcap=None, exact=False, group=2):
+    return proof.fault_of(kernel, softcap, exact, CPU, dtype, group, *widths)
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["window", "exact"])
@@ -171,6 +171,21 @@ def test_a_kernel_is_tried_once(monkeypatch):
     assert len(tried) == count
     assert fault(Counted(), torch.float16) is None
     assert len(tried) > count
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["window", "exact"])
+def test_each_group_of_heads_and_long_tiles_are_tried(exact):
+    """Kernels are compiled for each group, and blocks of keys that need no mask are other code."""
+
+    def wrong_for_groups_of_3(q, k, v, call):
+        return q, k * 1.1 if q.shape[1] == 3 * k.shape[1] else k, v, call
+
+    def wrong_for_long_tiles(q, k, v, call):
+        return q, k * 1.1 if q.shape[2] > 100 and call.shape == "causal" else k, v, call
+
+    kernel = Wrong(before=wrong_for_groups_of_3)
+    assert [fault(kernel, exact=exact, group=group) is None for group in (1, 2, 3)] == [True, True, False]
+    assert "out" in fault(Wrong(before=wrong_for_long_tiles), torch.float16, exact=exact)
 
 
 def test_lack_of_memory_is_no_fault_of_the_kernel():

@@ -8,7 +8,7 @@ from hf_ring_attention.plan.patterns import Pattern
 from hf_ring_attention.plan.problem import HeldKeys, Problem
 
 H100 = DeviceFacts("cuda", (9, 0), has_flash=True, has_cudnn=True)
-LONG, SHORT, ROWS = TileKinds(rows=4096), TileKinds(rows=128), TileKinds(rows=128, whole_rows=True)
+LONG, SHORT, ROWS = TileKinds(rows=4096, full_rows=True), TileKinds(rows=128), TileKinds(rows=128, whole_rows=True)
 ANY, FEW = TileKinds(), TileKinds(few_queries=True)
 
 
@@ -26,10 +26,13 @@ def names(device, of_call, setting="auto"):
         ({}, call(LONG), "cudnn flash fused efficient math"),
         ({}, call(LONG._replace(whole_rows=True)), "cudnn flash fused efficient math"),
         ({}, call(ROWS), "flash fused efficient math"),
+        ({}, call(LONG._replace(full_rows=False)), "flash fused efficient math"),
         ({}, call(SHORT), "fused flash efficient math"),
         ({}, call(ANY), "fused flash efficient math"),
         ({}, call(FEW), "flash efficient math"),
         ({"flash": "FA3"}, call(LONG), "flash cudnn fused efficient math"),
+        ({"capability": (10, 3)}, call(LONG), "cudnn flash fused efficient math"),
+        *(({"capability": x}, call(LONG), "flash fused efficient math") for x in ((8, 0), (8, 9), (12, 0))),
         ({"flash": "FA3"}, call(ANY), "fused flash efficient math"),
         ({}, call(LONG, softcap=True), "fused math"),
         ({}, call(FEW, softcap=True), "math"),
@@ -82,7 +85,7 @@ def test_reasons_name_what_was_refused_before():
         ("flash", {"capability": (7, 0)}, call(dtype="float16"), "compute capability 8.0, and the device has 7.0"),
         ("efficient", {"capability": (7, 5)}, call(), "bfloat16 needs compute capability 8.0"),
         ("flash", {"has_flash": False}, call(), "torch was built without it"),
-        ("cudnn", {"has_cudnn": False}, call(LONG), "torch was built without cuDNN"),
+        ("cudnn", {"has_cudnn": False}, call(LONG), "torch has no cuDNN, or one that is older than 9.15.1"),
         ("cudnn", {"deterministic": True}, call(LONG), "it is not deterministic"),
         ("cudnn", {}, call(ANY), "full and causal tiles of 64 rows or more"),
         ("cudnn", {}, call(LONG, head_dim=132), "multiples of 8 up to 128, got 132 and 128"),
@@ -116,13 +119,13 @@ def kinds(pattern, seq_len, world_size=1, documents=None, causal=True, held=None
 
 
 def test_the_kinds_of_tiles():
-    assert kinds("exact", 4096) == (4096, True, False)
-    assert kinds("exact", 4096, causal=False) == (4096, True, False)
-    assert kinds("exact", 4096, documents=(((0, 1500), (1500, 4000)), ((0, 4096),))) == (1500, True, False)
-    assert kinds("exact", 4096, documents=(((0, 10), (10, 4000)),)) == (10, True, False)
+    assert kinds("exact", 4096) == (4096, True, False, True)
+    assert kinds("exact", 4096, causal=False) == (4096, True, False, True)
+    assert kinds("exact", 4096, documents=(((0, 1500), (1500, 4000)), ((0, 4096),))) == (1500, True, False, False)
+    assert kinds("exact", 4096, documents=(((0, 10), (10, 4000)),)) == (10, True, False, False)
     for rank in range(4):
         # The pieces of the last rank are neighbours.
-        assert kinds("exact", 32768, 4, rank=rank) == (8192 if rank == 3 else 4096, False, False)
+        assert kinds("exact", 32768, 4, rank=rank) == (8192 if rank == 3 else 4096, False, False, True)
     # The border of documents is within 100 tokens of the border of a piece.
     assert min(kinds("exact", 32768, 4, (((0, 4196), (4196, 32768)),), rank=rank).rows for rank in range(4)) == 100
     assert kinds("window:4096", 4096) == kinds("exact", 4096)
@@ -134,10 +137,10 @@ def test_the_kinds_of_tiles():
         "longnet:2048/1,all/4",
         "kv0=exact;kv1=window:512",
     ):
-        assert kinds(pattern, 4096) == (0, False, False)
+        assert kinds(pattern, 4096) == ANY
 
 
 def test_few_queries_to_a_cache():
     for num_queries, few in ((1, True), (63, True), (64, False), (4096, False)):
         held = HeldKeys.whole(4096, num_queries, 4096)
-        assert kinds("exact", 4096, held=held) == (0, False, few)
+        assert kinds("exact", 4096, held=held) == TileKinds(few_queries=few)

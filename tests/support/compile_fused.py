@@ -60,7 +60,8 @@ def compiled(target, name, width, value_width, resume=False, dtype=torch.bfloat1
             pointer = "*i32" if argument in _NUMBERS else "*fp32" if argument in _FLOATS else half
             pointer = "*fp32" if argument == results and resume else pointer
             signature[argument] = pointer if argument.isupper() else "i32"
-            attributes[(number,)] = [["tt.divisibility", 16]]
+            if not KERNELS[name].params[number].do_not_specialize:
+                attributes[(number,)] = [["tt.divisibility", 16]]
     source = ASTSource(
         fn=KERNELS[name],
         signature=signature,
@@ -99,7 +100,8 @@ def main():
     for wanted in sys.argv[1:]:
         target, name, width, value_width, resume = wanted.split(",")
         kernel = compiled(target, name, int(width), int(value_width), resume == "1")
-        print(json.dumps({"wanted": wanted, **facts(kernel, target)}), flush=True)
+        general = [p.name for p in KERNELS[name].params if p.do_not_specialize]
+        print(json.dumps({"wanted": wanted, "general": general, **facts(kernel, target)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
+from functools import lru_cache
 
 import torch
 
@@ -51,11 +51,20 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+@lru_cache
+def _why_no_triton() -> str | None:
+    try:
+        import triton  # noqa: F401
+    except (ImportError, AttributeError, OSError) as error:  # as of a broken installation
+        return f"Triton cannot be imported ({error}): pip install 'hf-ring-attention[triton]'"
+    return None
+
+
 def why_not_fused(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> str | None:
     """Returns why the fused kernels cannot compute this here; None if they can."""
     widest = max(head_dim, value_dim)
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed: pip install 'hf-ring-attention[triton]'"
+    if _why_no_triton() is not None:
+        return _why_no_triton()
     if device.type != "cuda" and not (device.type == "cpu" and is_interpreted()):
         return f"it needs a GPU, and the tensors are on {device.type}"
     if dtype == torch.float64:
@@ -66,8 +75,8 @@ def why_not_fused(device: torch.device, dtype: torch.dtype, head_dim: int, value
         return f"its heads have at most 256 numbers, and these have {widest}"
     if device.type == "cuda" and torch.version.hip is None:
         capability = torch.cuda.get_device_capability(device)
-        if capability < (7, 5) or (capability < (8, 0) and dtype == torch.bfloat16):
-            return f"Triton does not compute {dtype} with compute capability {capability[0]}.{capability[1]}"
+        if capability < (8, 0):  # Triton multiplies without tensor cores there, and its programs need too much memory.
+            return f"Triton needs compute capability 8.0, and the device has {capability[0]}.{capability[1]}"
     return None
 
 

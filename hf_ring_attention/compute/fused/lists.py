@@ -115,9 +115,10 @@ class _Tiles(NamedTuple):
 _Units = list[tuple[int, int, int]]
 
 
-def heads_of_an_item(group: int) -> int:
-    """Returns how many query heads of a group share the items: a divisor of their number, since blocks have few rows."""
-    return max(count for count in range(1, min(group, 32) + 1) if group % count == 0)
+def heads_of_an_item(group: int, blocks: Blocks) -> int:
+    """Returns how many query heads of a group share the items: a divisor of their number that fits into blocks of rows."""
+    most = min(group, blocks.rows, blocks.query_rows)
+    return max(count for count in range(1, most + 1) if group % count == 0)
 
 
 def work_lists(
@@ -131,12 +132,13 @@ def work_lists(
     """
     owners: dict[tuple[bool, tuple[int, ...], tuple[int, ...]], int] = {}
     tiles = _tiles_of(batches, owners)
-    whole, single = _units_of(owners, sizes)
+    together = heads_of_an_item(sizes.group, blocks)
+    whole, single = _units_of(owners, sizes, together)
     launches: list[Launch] = []
     key_launches: list[KeyLaunch] = []
     numbered: list[Integers] = []
     # Query heads that share a key/value head come together, or one by one if their tiles differ.
-    for heads, units in ((heads_of_an_item(sizes.group), whole), (1, single)):
+    for heads, units in ((together, whole), (1, single)):
         covers = complete and units is whole
         if not units:
             continue
@@ -184,10 +186,10 @@ def _tiles_of(batches: Sequence[TileBatch], owners: dict[tuple[bool, tuple[int, 
 
 
 def _units_of(
-    owners: dict[tuple[bool, tuple[int, ...], tuple[int, ...]], int], sizes: Sizes
+    owners: dict[tuple[bool, tuple[int, ...], tuple[int, ...]], int], sizes: Sizes, together: int
 ) -> tuple[list[tuple[list[int], _Units]], list[tuple[list[int], _Units]]]:
     """Returns units by the owners of their tiles: first all units of several query heads, then those of single ones."""
-    group, together = sizes.group, heads_of_an_item(sizes.group)
+    group = sizes.group
     of_unit: dict[tuple[bool, int, int], list[int]] = {
         (False, b, h): [] for b in range(sizes.batch) for h in range(sizes.kv_heads)
     }

@@ -100,14 +100,13 @@ class FusedTiles:
     ) -> Gradients:
         """Returns dq, dk and dv, as `Work.backward`."""
         q, k, v, out, dout = (_with_rows(x) for x in (*saved[:4], dout))
-        lse = saved.lse
+        lse = saved.lse.contiguous()
         if sums is None:
             dq = _stored_by_token(q, q.shape[-1], q.dtype if len(self.launches) == 1 else torch.float32)
             dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
         else:
             dq, dk, dv = sums
-        delta = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device).as_strided(lse.shape, lse.stride())
-        factors = (*kernel.factors(scale), scale)
+        delta, factors = torch.empty_like(lse), (*kernel.factors(scale), float(scale))
         rows = (*_strides(q), *self._key_strides(k), *self._key_strides(v))
         for number, launch in enumerate(self.launches):
             _launch(
@@ -127,8 +126,7 @@ class FusedTiles:
     def _key_strides(self, x: Tensor) -> tuple[int, int, int]:
         """Returns the distances of batch rows, heads and rows of keys; the rows of a payload are numbered through."""
         if x.dim() == 4:
-            batch, head, row, _ = x.stride()
-            return batch, head, row
+            return _strides(x)
         row = x.stride(0)
         if self.keys is None:
             return 0, 0, row
@@ -142,7 +140,8 @@ def _with_rows(x: Tensor) -> Tensor:
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
-    batch, head, row, _ = x.stride()
+    """Returns the distances of batch rows, heads and rows; 0 if there is one: with other numbers, Triton aligns no loads."""
+    batch, head, row = (0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()))
     return batch, head, row
 
 
