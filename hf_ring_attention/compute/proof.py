@@ -45,11 +45,8 @@ def fault_of(
 ) -> str | None:
     """Returns why a kernel is not used on a device: its errors, or the error that it raised; None if it is right.
 
-    Each kind of call is tried once, whatever `softcap` is.
-
-    Args:
-        exact: whether it computes exact attention only; else a window with sinks too.
-        widths: of queries and keys, and of values.
+    Each kind of call is tried once, whatever `softcap` is: exact attention if it is `exact`, else a window with sinks. The
+    `widths` are those of queries and keys, and of values.
     """
     key = kernel.name, torch_flash(), softcap is None, exact, device, dtype, widths
     with _LOCK:
@@ -76,14 +73,11 @@ def _fault(
         torch.cuda.set_device(device)  # of this thread
     generator = torch.Generator("cpu").manual_seed(0)
     head_dim, value_dim = widths
-    sizes = ((_HEADS, head_dim), (_KV_HEADS, head_dim), (_KV_HEADS, value_dim), (_HEADS, value_dim))
-
-    def drawn(heads: int, width: int) -> Tensor:  # stored by token, as models do
+    inputs = []
+    for heads, width in ((_HEADS, head_dim), (_KV_HEADS, head_dim), (_KV_HEADS, value_dim), (_HEADS, value_dim)):
         x = torch.randn(2, _ROW_LENGTH, heads, width, generator=generator, dtype=torch.float64, device="cpu")
-        return x.to(device, dtype).transpose(1, 2)
-
-    inputs = [drawn(*size) for size in sizes]
-    faults = [_compared(kernel, inputs, softcap, exact, causal) for causal in ((True, False) if exact else (True,))]
+        inputs.append(x.to(device, dtype).transpose(1, 2))  # stored by token, as models do
+    faults = (_compared(kernel, inputs, softcap, exact, causal) for causal in ((True, False) if exact else (True,)))
     return next(filter(None, faults), None)
 
 
@@ -121,10 +115,10 @@ def _seen(documents: tuple[tuple[int, int], ...], exact: bool, causal: bool) -> 
     """Returns which keys each query of a row sees."""
     seen = torch.zeros(_ROW_LENGTH, _ROW_LENGTH, dtype=torch.bool, device="cpu")
     for start, stop in documents:
-        position = torch.arange(stop - start, device="cpu")
-        distance = position[:, None] - position
-        of_document = (distance >= 0) | torch.tensor(not causal, device="cpu")
-        seen[start:stop, start:stop] = of_document & (exact | (distance < _WINDOW) | (position < _SINKS))
+        key = torch.arange(stop - start, device="cpu")
+        distance = key[:, None] - key
+        near = exact | (distance < _WINDOW) | (key < _SINKS)
+        seen[start:stop, start:stop] = near & (distance >= 0) if causal else near
     return seen
 
 
