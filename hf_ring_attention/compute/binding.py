@@ -51,13 +51,12 @@ class Binder:
         is_fresh = freshness(batches if is_own else ())
 
         def keys(batch: TileBatch) -> IndexRows:
-            rows = self._rows(self._first_rows(batch, key_rows, "keys"), batch.num_keys, batch.key_stride)
+            rows = self._rows(batch, key_rows, of_queries=False)
             return rows if places is None else IndexRows(places(rows.numbers))
 
         for call in joined(batches, self.group, self.joining, lambda batch: view(batch) is not None):
-            batch, bound = call[0], view(call[0]) if len(call) == 1 else self._joined(call, keys)
-            bound = bound or BoundBatch(self._queries(batch), keys(batch), batch.shape, self._fold_size(batch))
-            calls.append(replace(bound, fresh=is_fresh(batch)))
+            bound = (view(call[0]) if len(call) == 1 else None) or self._by_number(call, keys)
+            calls.append(replace(bound, fresh=is_fresh(call[0])))
         calls.sort(key=lambda bound: not bound.fresh)
         heads = self.batch * self.problem.num_kv_heads
         every_row = heads * self.group * self.query_rows, heads * self.key_rows
@@ -76,16 +75,19 @@ class Binder:
         view = partial(self.view, heads=heads, first_key=heads.start * rows, keys_of_head=rows, num_heads=num_heads)
         return self.work(batches, view, rows, complete=len(heads) == num_heads)
 
-    def _joined(self, call: list[TileBatch], keys: Callable[[TileBatch], IndexRows]) -> BoundBatch:
-        """Returns batches of unequal tiles as one call; `keys` returns the key rows of each."""
-        sides = [self._queries(batch) for batch in call], [keys(batch) for batch in call]
+    def _by_number(self, call: list[TileBatch], keys: Callable[[TileBatch], IndexRows]) -> BoundBatch:
+        """Returns a batch, or batches of unequal tiles as one call; `keys` returns the key rows of each."""
+        sides = [self._rows(x, self.query_rows, of_queries=True) for x in call], [keys(batch) for batch in call]
+        shape, fold_size = call[0].shape, self._fold_size(call[0])
+        if len(call) == 1:
+            return BoundBatch(sides[0][0], sides[1][0], shape, fold_size)
         lengths = [torch.tensor([rows.length for rows in side for _ in range(rows.units)]) for side in sides]
-        queries, padded_keys = (_padded(side) for side in sides)
-        if call[0].shape == "full":
-            return BoundBatch(queries, padded_keys, "full", lengths=lengths[1].to(self.device))
+        queries, padded_keys = map(_padded, sides)
+        if shape == "full":
+            return BoundBatch(queries, padded_keys, shape, lengths=lengths[1].to(self.device))
         is_kept = torch.arange(queries.length) < lengths[0][:, None, None]
         kept = torch.nonzero(is_kept.expand(queries.first.shape).flatten()).flatten().to(self.device)
-        return BoundBatch(replace(queries, kept=kept), padded_keys, call[0].shape, self._fold_size(call[0]))
+        return BoundBatch(replace(queries, kept=kept), padded_keys, shape, fold_size)
 
     def _fold_size(self, batch: TileBatch) -> int:
         """Returns the rows of a fold that follow each other in a call, or 1 if they are heads, which share their keys."""
@@ -93,17 +95,28 @@ class Binder:
         are_heads = batch.shape != "full" and (no_folds or folds_are_heads(batch))
         return 1 if are_heads else batch.fold_size
 
-    def _queries(self, batch: TileBatch) -> IndexRows:
-        first, fold_size = self._first_rows(batch, self.query_rows, "queries"), self._fold_size(batch)
-        if fold_size < batch.fold_size:
-            first = (first.unsqueeze(-1) + torch.arange(batch.fold_size, device=self.device)).flatten(1)
-        return self._rows(first, batch.num_queries, batch.query_stride, fold_size)
-
-    def _rows(self, first: Tensor, count: int, stride: int, fold_size: int = 1) -> IndexRows:
-        """Returns `count` folds of rows, `stride` rows apart, of tiles whose first rows are [tiles, heads]."""
-        number = torch.arange(count * fold_size, device=self.device)
-        offsets = number // fold_size * stride + number % fold_size
-        return IndexRows(first[..., None], offsets)
+    def _rows(self, batch: TileBatch, length: int, of_queries: bool) -> IndexRows:
+        """Returns the rows of queries or of keys by their numbers in a [B, H, length] tensor, fold by fold."""
+        of_tile = self.group if of_queries and not batch.per_query_head else 1
+        heads_of_row = self.problem.num_heads if of_queries else self.problem.num_kv_heads
+        first: list[int] = []
+        for item in batch.items:
+            start, copies = (item.query_row, range(item.copies)) if of_queries else (item.key_row, [0] * item.copies)
+            for batch_row in item.batch_rows:
+                for number in item.heads:
+                    head = number // self.group if batch.per_query_head and not of_queries else number
+                    row = (batch_row * heads_of_row + head * of_tile) * length + start
+                    first += [row + copy for copy in copies]
+        # One list is made faster than a small tensor for each item.
+        rows = torch.tensor(first).unsqueeze(1) + torch.arange(of_tile) * length
+        count, stride, fold_size = batch.num_keys, batch.key_stride, 1
+        if of_queries:
+            count, stride, fold_size = batch.num_queries, batch.query_stride, self._fold_size(batch)
+            if fold_size < batch.fold_size:
+                rows = (rows.unsqueeze(-1) + torch.arange(batch.fold_size)).flatten(1)
+        place = torch.arange(count * fold_size)
+        offsets = place // fold_size * stride + place % fold_size
+        return IndexRows(rows.unsqueeze(-1).to(self.device), offsets.to(self.device))
 
     def view(
         self, batch: TileBatch, heads: range, first_key: int, keys_of_head: int, num_heads: int
@@ -122,23 +135,6 @@ class Binder:
         queries = of_queries(start=heads.start * self.group * n + query_row, length=num_queries)
         of_keys = partial(rows, heads=len(heads), of_head=keys_of_head, of_batch_row=num_heads * keys_of_head)
         return BoundBatch(queries, of_keys(start=first_key + key_row, length=batch.num_keys), batch.shape)
-
-    def _first_rows(self, batch: TileBatch, length: int, side: str) -> Tensor:
-        """Returns the first row, [tiles, heads of a tile], as its number in a [B, H, length] tensor of queries or keys."""
-        group, queries = self.group, side == "queries"
-        heads_of_row = self.problem.num_heads if queries else self.problem.num_kv_heads
-        of_tile = group if queries and not batch.per_query_head else 1
-        first: list[int] = []
-        for item in batch.items:
-            start, copies = (item.query_row, range(item.copies)) if queries else (item.key_row, [0] * item.copies)
-            for batch_row in item.batch_rows:
-                for number in item.heads:
-                    head = number if queries else number // group if batch.per_query_head else number
-                    row = (batch_row * heads_of_row + head * of_tile) * length + start
-                    first += [row + copy for copy in copies]
-        # One list is made faster than a small tensor for each item.
-        rows = torch.tensor(first).unsqueeze(1) + torch.arange(of_tile) * length
-        return rows.to(self.device)
 
 
 def _padded(parts: Sequence[IndexRows]) -> IndexRows:
