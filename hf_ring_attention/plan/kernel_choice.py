@@ -88,7 +88,7 @@ def _is_exact(pattern: Pattern, longest: int) -> bool:
     return branch.length is None or branch.length >= longest
 
 
-def _reason_against(name: str, device: DeviceFacts, call: CallFacts) -> str | None:
+def reason_against(name: str, device: DeviceFacts, call: CallFacts) -> str | None:
     """Returns why a kernel cannot compute a call; None if it can."""
     widest, capability, is_old = max(call.head_dim, call.value_dim), device.capability, device.capability < (8, 0)
     needs_new = f"needs compute capability 8.0, and the device has {capability[0]}.{capability[1]}"
@@ -134,7 +134,7 @@ def kernel_candidates(setting: str, device: DeviceFacts, call: CallFacts) -> lis
     found: dict[str, Decision] = {}
     refused: list[str] = []
     for name, reason in _by_speed(device, call) if setting == "auto" else [(setting, ASKED_FOR)]:
-        against = _reason_against(name, device, call)
+        against = reason_against(name, device, call)
         if against is not None and setting != "auto":
             raise ValueError(f"kernel={setting!r} cannot compute this call: {against}; use kernel='auto'")
         if against is None and setting == "auto" and name == "fused" and call.tiles.few_queries:
