@@ -81,23 +81,15 @@ class _Stretches(NamedTuple):
     fold_size: int
 
     def queries(self, x: Tensor) -> Tensor:
-        """Returns the rows of x [T, H, Lq, ...] as [number, T * H, rows * fold_size, ...]."""
-        return self.query_view(x).flatten(1, 2)
-
-    def query_view(self, x: Tensor) -> Tensor:
         """Returns the rows of x [T, H, Lq, ...] as a view [number, T, H, rows * fold_size, ...]."""
         return self._view(x, self.first * self.fold_size, self.rows * self.fold_size, self.rows * self.fold_size)
 
-    def keys(self, x: Tensor, length: int) -> Tensor:
-        """Returns the `length` keys of each stretch of x [T, H, Lk, D] as [number, T * H, length, D]."""
-        return self.key_view(x, 0, length).flatten(1, 2)
-
-    def key_view(self, x: Tensor, first: int, length: int) -> Tensor:
-        """Returns keys of each stretch of x [T, H, Lk, D] as a view [number, T, H, length, D]."""
-        return self._view(x, self.first + first, self.rows, length)
+    def keys(self, x: Tensor, length: int, offset: int = 0) -> Tensor:
+        """Returns keys of each stretch of x [T, H, Lk, D], from its key `offset` on, as a view [number, T, H, length, D]."""
+        return self._view(x, self.first + offset, self.rows, length)
 
     def _view(self, x: Tensor, start: int, distance: int, length: int) -> Tensor:
-        """Returns rows of x [T, H, L, ...] as a view [number, T, H, length, ...], in one operation."""
+        """Returns rows of x [T, H, L, ...] as a view [number, T, H, length, ...]."""
         sizes, (tile, head, row, *others) = (self.number, *x.shape[:2], length, *x.shape[3:]), x.stride()
         return x.as_strided(sizes, (distance * row, tile, head, row, *others), x.storage_offset() + start * row)
 
@@ -105,13 +97,13 @@ class _Stretches(NamedTuple):
         """Adds [number, T * H, length, D] to the keys of x [T, H, Lk, D]."""
         values, all_keys = values.unflatten(1, x.shape[:2]), values.shape[2]
         if self.number * self.rows < all_keys:  # A key is in more stretches than there are.
-            for number, keys in enumerate(self.key_view(x, 0, all_keys)):
+            for number, keys in enumerate(self.keys(x, all_keys)):
                 keys.add_(values[number])
             return
         # Neighbouring stretches share keys, but `rows` keys at one offset in each are all different, and are added at once.
         for offset in range(0, all_keys, self.rows):
             length = min(self.rows, all_keys - offset)
-            self.key_view(x, offset, length).add_(values[..., offset : offset + length, :])
+            self.keys(x, length, offset).add_(values[..., offset : offset + length, :])
 
     def split(self, count: int) -> Iterator[_Stretches]:
         """Yields these stretches in groups of at most `count`."""
@@ -150,10 +142,10 @@ def _band_forward(
     for all_stretches, num_keys, masked in _cut(q, k, call, FORWARD_SHARE):
         rows = q.shape[0] * q.shape[1] * all_stretches.rows * call.fold_size
         for stretches in all_stretches.split(max(RESULTS_AT_ONCE // rows, 1)):
-            keys = stretches.keys(k, num_keys), stretches.keys(v, num_keys)
-            found = kernel.forward_masked(stretches.queries(q), *keys, masked)
+            k_, v_ = (stretches.keys(x, num_keys).flatten(1, 2) for x in (k, v))
+            found = kernel.forward_masked(stretches.queries(q).flatten(1, 2), k_, v_, masked)
             out, lse = (x.unflatten(1, q.shape[:2]) for x in found)
-            total, total_lse = (stretches.query_view(x) for x in results)
+            total, total_lse = (stretches.queries(x) for x in results)
             if totals is None:
                 total.copy_(out)
                 total_lse.copy_(lse)
@@ -173,11 +165,11 @@ def _band_backward(
     for all_stretches, num_keys, masked in _cut(q, k, call, BACKWARD_SHARE):
         key_rows = k.shape[0] * k.shape[1] * num_keys
         for stretches in all_stretches.split(max(GRADIENTS_AT_ONCE // key_rows, 1)):
-            dout_, q_, out_, lse_ = (stretches.queries(x) for x in (dout, q, out, lse))
-            tile = Saved(q_, stretches.keys(k, num_keys), stretches.keys(v, num_keys), out_, lse_)
-            new_dq, new_dk, new_dv = kernel.backward_masked(dout_, tile, masked)
+            dout_, q_, out_, lse_ = (stretches.queries(x).flatten(1, 2) for x in (dout, q, out, lse))
+            k_, v_ = (stretches.keys(x, num_keys).flatten(1, 2) for x in (k, v))
+            new_dq, new_dk, new_dv = kernel.backward_masked(dout_, Saved(q_, k_, v_, out_, lse_), masked)
             stretches.add_keys_(dk, new_dk)
             stretches.add_keys_(dv, new_dv)
-            total, new_dq = stretches.query_view(dq), new_dq.unflatten(1, q.shape[:2])
+            total, new_dq = stretches.queries(dq), new_dq.unflatten(1, q.shape[:2])
             total.copy_(new_dq) if sums is None else total.add_(new_dq)
     return (dq, dk.to(k.dtype), dv.to(v.dtype)) if sums is None else sums
