@@ -1,4 +1,4 @@
-"""Tiles of any sizes are what plain math makes of them: bands in masked stretches, and FlashAttention's windows."""
+"""Tiles of any sizes are what plain math makes of them: bands in stretches, masked and cut, and FlashAttention's windows."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def check(kernel, shape, rng, generator):
         rng.choice([1, 1, 2, 3]),
     )
     queries, width = rng.choice([1, *[rng.randint(1, 30)] * 3]), rng.choice([1, *[rng.randint(1, 24)] * 3])
-    if shape != "band" or isinstance(kernel, CudaFlash):
+    if shape != "band" or width >= bands.CUT_FROM or isinstance(kernel, CudaFlash):
         fold_size = 1
     keys = {"full": rng.randint(1, 40), "causal": queries, "band": queries + width - 1}[shape]
     head_dim, value_dim, rows = rng.randint(1, 20), rng.randint(1, 20), (tiles, heads * group, queries * fold_size)
@@ -53,9 +53,12 @@ def check(kernel, shape, rng, generator):
     assert_same((*totals, *sums), wanted)
 
 
-def test_every_band_is_what_plain_math_makes_of_it(monkeypatch, rng, generator):
+@pytest.mark.parametrize("cut_from", [7, 10**6], ids=["cut", "masked"])
+def test_every_band_is_what_plain_math_makes_of_it(cut_from, monkeypatch, rng, generator):
     """Bands of any width and length, in stretches of a few rows, a few of which are at hand at once in backward."""
-    for _ in range(50):
+    for _ in range(25):
+        monkeypatch.setattr(bands, "CUT_FROM", cut_from)
+        monkeypatch.setattr(bands, "CUT_ROWS", rng.randint(1, 5))
         monkeypatch.setattr(bands, "FEWEST_ROWS", rng.randint(1, 5))
         monkeypatch.setattr(bands, "MOST_ROWS", rng.randint(5, 9))
         monkeypatch.setattr(bands, "ROWS_OF_A_BLOCK", rng.randint(1, 3))

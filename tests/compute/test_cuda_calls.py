@@ -131,9 +131,12 @@ def test_views(kernel, dtype, layout, operators, rng):
 
 
 @pytest.mark.drawn
+@pytest.mark.parametrize("cut_from", [7, 10**6], ids=["cut", "masked"])
 @pytest.mark.parametrize(("kernel", "dtype"), CUDA_KERNELS[2:], ids=ids)
-def test_bands_in_stretches(kernel, dtype, operators, monkeypatch, rng):
-    """Bands of many stretches, with one mask for all of them."""
+def test_bands_in_stretches(kernel, dtype, cut_from, operators, monkeypatch, rng):
+    """Bands of many stretches, cut into triangles and rectangles, or with one mask for all of them."""
+    monkeypatch.setattr(bands, "CUT_FROM", cut_from)
+    monkeypatch.setattr(bands, "CUT_ROWS", rng.randint(1, 5))
     monkeypatch.setattr(bands, "FEWEST_ROWS", rng.randint(1, 5))
     monkeypatch.setattr(bands, "MOST_ROWS", rng.randint(5, 9))
     monkeypatch.setattr(bands, "ROWS_OF_A_BLOCK", rng.randint(1, 3))
@@ -143,8 +146,10 @@ def test_bands_in_stretches(kernel, dtype, operators, monkeypatch, rng):
     queries, width = rng.randint(1, 30), rng.randint(7, 24)
     sizes = (rng.randint(1, 3), rng.randint(1, 3), rng.choice([1, 2, 4]), queries, queries + width - 1)
     layout = rng.choice([packed, by_token, of_wider_rows])
-    check(kernel, dtype, "band", sizes, rng.choice([1, 3]), rng.choice([(8, 8), (5, 16)]), layout)
-    assert all(given["attn_bias"] is not None for _, given in checked.calls)
+    fold_size = rng.choice([1, 3]) if width < cut_from else 1
+    check(kernel, dtype, "band", sizes, fold_size, rng.choice([(8, 8), (5, 16)]), layout)
+    masked = {given["attn_bias"] is not None for _, given in checked.calls}
+    assert masked == {cut_from > width}
 
 
 @pytest.mark.parametrize(("kernel", "dtype"), CUDA_KERNELS[1:3], ids=ids)
