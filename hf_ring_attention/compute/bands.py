@@ -53,13 +53,13 @@ class MaskedKernel(ABC):
         if call.shape == "band":
             return _band_forward(self, q, k, v, call, totals)
         masked = Masked(call.shape == "causal", call.scale, _mask_of_keys(call.lengths, k))
-        return merged(self.forward_masked(q, k, v, masked), totals, call)
+        return merged(self.forward_masked(q, k, v, masked), totals)
 
     def backward(self, dout: Tensor, saved: Saved, call: KernelCall, sums: Gradients | None = None) -> Gradients:
         if call.shape == "band":
             return _band_backward(self, dout, saved, call, sums)
         masked = Masked(call.shape == "causal", call.scale, _mask_of_keys(call.lengths, saved.k))
-        return added(self.backward_masked(dout, saved, masked), sums, call)
+        return added(self.backward_masked(dout, saved, masked), sums)
 
     @abstractmethod
     def forward_masked(self, q: Tensor, k: Tensor, v: Tensor, call: Masked) -> Results:
@@ -196,7 +196,7 @@ def _band_forward(
             assert total is not None
             views = [stretches.query_view(x) for x in results]
             out, lse = (x.unflatten(1, q.shape[:2]) for x in total)
-            if totals is None or call.fresh:
+            if totals is None:
                 views[0].copy_(out)
                 views[1].copy_(lse)
             else:
@@ -226,5 +226,5 @@ def _band_backward(
                 stretches.add_keys_(dv, part, new_dv)
             assert total is not None
             rows_of_dq, total = stretches.query_view(dq), total.unflatten(1, q.shape[:2])
-            rows_of_dq.copy_(total) if sums is None or call.fresh else rows_of_dq.add_(total)
+            rows_of_dq.copy_(total) if sums is None else rows_of_dq.add_(total)
     return (dq, dk.to(k.dtype), dv.to(v.dtype)) if sums is None else sums

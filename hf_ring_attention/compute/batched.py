@@ -40,8 +40,7 @@ class BoundBatch:
         padded = rows // length * -(-length // block) * block
         size = min(max_rows // (rows + self.keys.rows_per_unit), PADDED_ROWS * max_rows // padded)
         size = max(1, min(size, MOST_TILES // self.queries.tiles_per_unit))
-        is_joined = self.lengths is not None or self.queries.kept is not None
-        if is_joined or size >= self.queries.units:  # Joined tiles have few rows (`Joining.most_rows`).
+        if self.lengths is not None or self.queries.kept is not None:  # Joined tiles are few (`Joining.most_rows`).
             return [self]
         parts = zip(self.queries.split(size), self.keys.split(size))
         return [replace(self, queries=queries, keys=keys) for queries, keys in parts]
@@ -53,18 +52,14 @@ class BatchedTiles:
 
     Attributes:
         takes_views: whether the only batch is one tile of all queries and all keys.
-        covered: whether fresh batches have every query row.
     """
 
     batches: tuple[BoundBatch, ...]
     takes_views: bool = False
-    covered: bool = False
 
-    def _new(self, like: Tensor, width: int) -> Tensor:
-        """Returns a tensor of all query rows, to write or to add to: in q's dtype if every row is written once."""
-        dtype = like.dtype if all(batch.fresh for batch in self.batches) else accumulation_dtype(like.dtype)
-        sizes = *like.shape[:3], width
-        return like.new_empty(sizes, dtype=dtype) if self.covered else like.new_zeros(sizes, dtype=dtype)
+    def _dtype(self, x: Tensor) -> torch.dtype:
+        """Returns the dtype of results and of dq: x's if every row gets them from one batch."""
+        return x.dtype if all(batch.fresh for batch in self.batches) else accumulation_dtype(x.dtype)
 
     def forward(
         self, kernel: TileKernel, q: Tensor, k: Tensor, v: Tensor, scale: float, totals: Results | None = None
@@ -72,18 +67,17 @@ class BatchedTiles:
         if self.takes_views:
             return kernel.forward(q, k, v, KernelCall(self.batches[0].shape, scale), totals)
         total, lse = totals or (
-            self._new(q, v.shape[-1]),
+            q.new_zeros(*q.shape[:3], v.shape[-1], dtype=self._dtype(q)),
             q.new_full(q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype)),
         )
         lse_rows = lse.flatten()
         q_rows, total_rows, k, v = map(_as_rows, (q, total, k, v))
         for part in self._parts(q_rows, FORWARD_PART):
-            queries, keys = part.queries.numbered(), part.keys.numbered()
-            fresh = part.fresh and totals is None
-            into = None if fresh and not queries.is_view else (queries.take(total_rows), queries.take(lse_rows))
-            call = KernelCall(part.shape, scale, part.fold_size, part.lengths, fresh=fresh)
+            queries, keys, is_fresh = part.queries, part.keys, part.fresh and totals is None
+            into = None if is_fresh else (queries.take(total_rows), queries.take(lse_rows))
+            call = KernelCall(part.shape, scale, part.fold_size, part.lengths)
             results = kernel.forward(queries.take(q_rows), keys.take(k), keys.take(v), call, into)
-            if not queries.is_view:
+            if is_fresh or not queries.is_view:
                 queries.write_(total_rows, results[0])
                 queries.write_(lse_rows, results[1])
         return totals or (total.to(q.dtype), lse)
@@ -95,22 +89,21 @@ class BatchedTiles:
             return kernel.backward(dout, saved, KernelCall(self.batches[0].shape, scale), sums)
         dtype = accumulation_dtype(dout.dtype)
         dq, dk, dv = sums or (
-            self._new(dout, saved.q.shape[-1]),
+            dout.new_zeros(saved.q.shape, dtype=self._dtype(dout)),
             dout.new_zeros(saved.k.shape, dtype=dtype),
             dout.new_zeros(saved.v.shape, dtype=dtype),
         )
         dq_rows, dk_rows, dv_rows, q, k, v, out, dout = map(_as_rows, (dq, dk, dv, *saved[:4], dout))
         lse = saved.lse.flatten()
         for part in self._parts(q, BACKWARD_PART):
-            queries, keys = part.queries.numbered(), part.keys.numbered()
+            queries, keys = part.queries, part.keys
             views = queries.is_view and keys.is_view
             into = (queries.take(dq_rows), keys.take(dk_rows), keys.take(dv_rows)) if views else None
             taken = queries.take(q), keys.take(k), keys.take(v), queries.take(out), queries.take_lse(lse)
-            fresh = part.fresh and sums is None
-            call = KernelCall(part.shape, scale, part.fold_size, part.lengths, fresh=fresh)
+            call = KernelCall(part.shape, scale, part.fold_size, part.lengths)
             grads = kernel.backward(queries.take(dout), Saved(*taken), call, into)
             if not views:
-                queries.write_(dq_rows, grads[0]) if fresh else queries.add_(dq_rows, grads[0])
+                queries.add_(dq_rows, grads[0])
                 keys.add_(dk_rows, grads[1])
                 keys.add_(dv_rows, grads[2])
         return dq, dk, dv

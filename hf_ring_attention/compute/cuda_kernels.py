@@ -33,7 +33,7 @@ class CudaFlash:
             q, k, v, *sequences, 0.0, call.shape == "causal", False, scale=call.scale, **window
         )
         lse = lse if call.sequences is None else lse.unflatten(1, tokens).transpose(0, 1)
-        return merged((_of_heads(out, value_dim, tokens), lse), totals, call)
+        return merged((_of_heads(out, value_dim, tokens), lse), totals)
 
     def backward(self, dout: Tensor, saved: Saved, call: KernelCall, sums: Gradients | None = None) -> Gradients:
         q, k, v, out, lse = saved
@@ -47,7 +47,7 @@ class CudaFlash:
             scale=call.scale, **window,
         )  # fmt: skip
         dq, dk, dv = (_of_heads(*grad) for grad in zip(grads, widths, (tokens, key_tokens, key_tokens)))
-        return added((dq, dk, dv), sums, call)
+        return added((dq, dk, dv), sums)
 
 
 def torch_flash() -> str | None:
@@ -156,7 +156,7 @@ class Cudnn:
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, call.shape == "causal", False, scale=call.scale
         )
-        return merged((out, lse.reshape(out.shape[:3])), totals, call)  # [T, H, Lq, 1] since torch 2.9
+        return merged((out, lse.reshape(out.shape[:3])), totals)  # [T, H, Lq, 1] since torch 2.9
 
     def backward(self, dout: Tensor, saved: Saved, call: KernelCall, sums: Gradients | None = None) -> Gradients:
         q, k, v = (_aligned(x, x.shape[-1]) for x in saved[:3])
@@ -166,7 +166,7 @@ class Cudnn:
             dout, q, k, v, out, saved.lse.contiguous().unsqueeze(-1), unused, unused, None, None, None,
             q.shape[2], k.shape[2], 0.0, call.shape == "causal", scale=call.scale,
         )  # fmt: skip
-        return added(gradients, sums, call)
+        return added(gradients, sums)
 
 
 def _stored_as(like: Tensor, x: Tensor) -> Tensor:

@@ -37,7 +37,6 @@ class KernelCall(NamedTuple):
     lengths: Tensor | None = None  # the number of keys of each tile, [T], if the keys of some tiles are padded
     #: If the tokens of q [B, H, n, D] are sequences (`InPlace`): 0 and their ends, int32, and the longest length.
     sequences: tuple[Tensor, int] | None = None
-    fresh: bool = False  # whether totals and the sum of dq have no values yet, so results are written over them
 
 
 class Saved(NamedTuple):
@@ -99,19 +98,17 @@ class Work(Protocol):
         """Returns dq, dk and dv in q's dtype or the accumulation dtype; with `sums` in the latter, adds to these."""
 
 
-def merged(results: Results, totals: Results | None, call: KernelCall) -> Results:
-    """Merges results into totals, or writes them over fresh ones, and returns these; without totals returns the results."""
-    for total, result in zip(totals or () if call.fresh else (), results):
-        total.copy_(result)
-    if totals is not None and not call.fresh:
+def merged(results: Results, totals: Results | None) -> Results:
+    """Merges results into totals and returns these; without totals returns the results."""
+    if totals is not None:
         merge_(*totals, *results)
     return totals or results
 
 
-def added(gradients: Gradients, sums: Gradients | None, call: KernelCall) -> Gradients:
-    """Adds gradients to sums, or writes dq over a fresh sum, and returns these; without sums returns the gradients."""
-    for number, (total, gradient) in enumerate(zip(sums or (), gradients)):
-        total.copy_(gradient) if call.fresh and number == 0 else total.add_(gradient)
+def added(gradients: Gradients, sums: Gradients | None) -> Gradients:
+    """Adds gradients to sums and returns these; without sums returns the gradients."""
+    for total, gradient in zip(sums or (), gradients):
+        total.add_(gradient)
     return sums or gradients
 
 

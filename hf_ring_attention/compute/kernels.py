@@ -103,7 +103,7 @@ class Math:
             lse_rows = torch.logsumexp(scores, -1)
             out[:, :, rows] = (torch.exp(scores - lse_rows[..., None]) @ v[:, :, None, keys]).flatten(1, 2)
             lse[:, :, rows] = lse_rows.flatten(1, 2)
-        return merged((out, lse), totals, call)
+        return merged((out, lse), totals)
 
     def backward(self, dout: Tensor, saved: Saved, call: KernelCall, sums: Gradients | None = None) -> Gradients:
         q, k, v, out, lse = saved
@@ -122,7 +122,7 @@ class Math:
             dq[:, :, rows] = (ds @ k[:, :, None, keys]).flatten(1, 2)
             dk[:, :, keys] += (ds.mT @ q_rows).sum(2)
             dv[:, :, keys] += (p.mT @ dout_rows).sum(2)
-        return added((dq, dk.to(key_dtype), dv.to(key_dtype)), sums, call)
+        return added((dq, dk.to(key_dtype), dv.to(key_dtype)), sums)
 
 
 def choose_kernel(

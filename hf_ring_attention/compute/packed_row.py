@@ -35,7 +35,7 @@ class PackedRow:
         out, lse = kernel.forward(q, k, v, call)
         if self.padding is not None:
             out, lse = out.masked_fill_(self.padding, 0), lse.masked_fill_(self.padding[..., 0], -torch.inf)
-        return merged((out, lse), totals, call)
+        return merged((out, lse), totals)
 
     def backward(
         self, kernel: TileKernel, dout: Tensor, saved: Saved, scale: float, sums: Gradients | None = None
@@ -44,4 +44,4 @@ class PackedRow:
         dq, dk, dv = kernel.backward(dout, saved, call)
         if self.padding is not None:
             dq, dk, dv = (x.masked_fill_(self.padding, 0) for x in (dq, dk, dv))
-        return added((dq, dk, dv), sums, call)
+        return added((dq, dk, dv), sums)

@@ -48,11 +48,8 @@ def fault_of(
 ) -> str | None:
     """Returns why a kernel is not used on a device: its errors, or the error that it raised; None if it is right.
 
-    Each kind of call is tried once, whatever `softcap` is.
-
-    Args:
-        exact: whether it computes exact attention only; else a window with sinks too.
-        sizes: the query heads of a key/value head, and the widths of queries and keys, and of values.
+    Each kind of call is tried once, whatever `softcap` is: exact attention if it is `exact`, else a window with sinks too. The
+    `sizes` are the query heads of a key/value head, and the widths of queries and keys, and of values.
     """
     deterministic = torch.are_deterministic_algorithms_enabled()  # Other operators run, and some raise errors.
     key = kernel.name, torch_flash(), softcap is None, exact, deterministic, device, dtype, sizes
@@ -81,14 +78,11 @@ def _fault(
         torch.cuda.set_device(device)  # of this thread
     generator = torch.Generator("cpu").manual_seed(0)
     group, head_dim, value_dim = sizes
-    heads = _KV_HEADS * group
-
-    def drawn(heads: int, width: int) -> Tensor:  # stored by token, as models do
+    all_heads, inputs = _KV_HEADS * group, []
+    for heads, width in ((all_heads, head_dim), (_KV_HEADS, head_dim), (_KV_HEADS, value_dim), (all_heads, value_dim)):
         x = torch.randn(2, _ROW_LENGTH, heads, width, generator=generator, dtype=torch.float64, device="cpu")
-        return x.to(device, dtype).transpose(1, 2)
-
-    inputs = [drawn(heads, head_dim), drawn(_KV_HEADS, head_dim), drawn(_KV_HEADS, value_dim), drawn(heads, value_dim)]
-    faults = [_compared(kernel, inputs, softcap, *call) for call in (_EXACT_CALLS if exact else _CALLS)]
+        inputs.append(x.to(device, dtype).transpose(1, 2))  # stored by token, as models do
+    faults = (_compared(kernel, inputs, softcap, *call) for call in (_EXACT_CALLS if exact else _CALLS))
     return next(filter(None, faults), None)
 
 
@@ -126,10 +120,10 @@ def _seen(documents: tuple[tuple[int, int], ...], exact: bool, causal: bool) -> 
     """Returns which keys each query of a row sees."""
     seen = torch.zeros(_ROW_LENGTH, _ROW_LENGTH, dtype=torch.bool, device="cpu")
     for start, stop in documents:
-        position = torch.arange(stop - start, device="cpu")
-        distance = position[:, None] - position
-        of_document = (distance >= 0) | torch.tensor(not causal, device="cpu")
-        seen[start:stop, start:stop] = of_document & (exact | (distance < _WINDOW) | (position < _SINKS))
+        key = torch.arange(stop - start, device="cpu")
+        distance = key[:, None] - key
+        near = exact | (distance < _WINDOW) | (key < _SINKS)
+        seen[start:stop, start:stop] = near & (distance >= 0) if causal else near
     return seen
 
 

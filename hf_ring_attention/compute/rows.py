@@ -4,8 +4,6 @@ All functions take tensors as their rows, [B * H * n, ...]. Both kinds `take` ro
 shape: views of each row once if they are views (`is_view`), else copies. `write_` and `add_` bring results back. No two tiles
 of a batch share a query row of a head, so results are written without conflicts; key rows may repeat. `split` yields the same
 rows in parts of at most so many of their equal `units`.
-
-On a GPU, starting an operation often takes longer than its work, so these functions need few of them, views included.
 """
 
 from __future__ import annotations
@@ -49,37 +47,20 @@ class ViewRows:
         """The number of rows in each part, over all its heads."""
         return self.batch * self.heads * self.length
 
-    def numbered(self) -> ViewRows:
-        """Views need no row numbers."""
-        return self
-
-    @property
-    def _at_equal_distances(self) -> bool:
-        """Whether all stretches of all batch rows are equally far apart, so that a view has them in one dimension."""
-        return 1 in (self.batch, self.copies) or self.of_batch_row == self.copies * self.advance
-
-    @cached_property
-    def _dimensions(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The sizes of `_window` and the distances in rows."""
-        tiles = [(self.batch, self.of_batch_row), (self.copies, self.advance)]
-        if self._at_equal_distances:
-            tiles = [(self.batch * self.copies, self.of_batch_row if self.copies == 1 else self.advance)]
-        sizes, distances = zip(*tiles, (self.heads, self.of_head), (self.length, 1))
-        return sizes, distances
-
     def _window(self, x: Tensor) -> Tensor:
-        """Returns the rows as a view [B, copies, heads, L, ...], or [B * copies, heads, L, ...] at equal distances."""
-        (sizes, distances), (width, *others) = self._dimensions, x.stride()
-        strides = [distance * width for distance in distances]
+        """Returns the rows as a view [B, copies, heads, L, ...]."""
+        sizes, (width, *others) = (self.batch, self.copies, self.heads, self.length), x.stride()
+        strides = [distance * width for distance in (self.of_batch_row, self.advance, self.of_head, 1)]
         return x.as_strided((*sizes, *x.shape[1:]), (*strides, *others), x.storage_offset() + self.start * width)
 
     @property
     def is_view(self) -> bool:
-        return self._at_equal_distances and (self.copies == 1 or self.advance >= self.length)
+        # Stretches at equal distances over all batch rows are one dimension of a view.
+        is_even = 1 in (self.batch, self.copies) or self.of_batch_row == self.copies * self.advance
+        return is_even and (self.copies == 1 or self.advance >= self.length)
 
     def take(self, x: Tensor) -> Tensor:
-        window = self._window(x)
-        return window if self._at_equal_distances else window.flatten(0, 1)
+        return self._window(x).flatten(0, 1)
 
     def take_lse(self, lse: Tensor) -> Tensor:
         return self.take(lse)
@@ -91,13 +72,11 @@ class ViewRows:
         for turn in range(turns):
             copies = -(-(self.copies - turn) // turns)
             part = replace(self, start=self.start + turn * self.advance, copies=copies, advance=turns * self.advance)
-            window = part._window(x)
-            window.add_(values[:, turn::turns].reshape(window.shape))
+            part._window(x).add_(values[:, turn::turns])
 
     def write_(self, x: Tensor, values: Tensor) -> None:
         """Writes values over the rows of x, each of which is in one tile."""
-        window = self._window(x)
-        window.copy_(values.reshape(window.shape))
+        self._window(x).copy_(values.unflatten(0, (-1, self.copies)))
 
     def split(self, size: int) -> Iterator[Rows]:
         for first in range(0, self.copies, size):
@@ -116,7 +95,7 @@ class IndexRows:
 
     first: Tensor  # all numbers, or one of each tile and head
     offsets: Tensor | None = None  # [L]: added to `first`, these are all numbers
-    kept: Tensor | None = None  # the places of rows that are not padding, in a head's [tiles * L]; None without padding
+    kept: Tensor | None = None  # the places of rows that are not padding, in [tiles * heads * L]; None without padding
 
     @property
     def units(self) -> int:
@@ -131,40 +110,31 @@ class IndexRows:
     def rows_per_unit(self) -> int:
         return self.first.shape[1] * self.length
 
-    def numbers(self) -> Tensor:
-        """Returns all row numbers."""
-        return self.first if self.offsets is None else self.first + self.offsets
-
-    def numbered(self) -> IndexRows:
-        """Returns the rows with all their numbers, which the functions below need."""
-        return self if self.offsets is None else replace(self, first=self.numbers(), offsets=None)
-
     @cached_property
-    def _flat(self) -> Tensor:
-        return self.first.flatten()
+    def numbers(self) -> Tensor:
+        """All row numbers; parts keep them for one call only."""
+        return self.first if self.offsets is None else self.first + self.offsets
 
     def take(self, x: Tensor) -> Tensor:
         # An embedding is `index_select` for numbers of any shape.
-        return x[self.first] if x.ndim == 1 else torch.embedding(x, self.first)
+        return x[self.numbers] if x.ndim == 1 else torch.embedding(x, self.numbers)
 
     def take_lse(self, lse: Tensor) -> Tensor:
         """Returns the rows of lse as `take`; the lse of padding is +inf, which makes its gradients 0."""
         rows = self.take(lse)
         if self.kept is None:
             return rows
-        tiles, _, length = rows.shape
-        is_padding = torch.ones(tiles * length, dtype=torch.bool, device=lse.device).index_fill_(0, self.kept, False)
-        return rows.masked_fill_(is_padding.view(tiles, 1, length), torch.inf)
+        padded = torch.full_like(rows, torch.inf).flatten()
+        return padded.index_copy_(0, self.kept, rows.flatten()[self.kept]).view_as(rows)
 
     def add_(self, x: Tensor, values: Tensor) -> None:
-        x.index_add_(0, self._flat, values.to(x.dtype).reshape(-1, x.shape[1]))
+        x.index_add_(0, self.numbers.flatten(), values.to(x.dtype).flatten(0, 2))
 
     def write_(self, x: Tensor, values: Tensor) -> None:
-        x.index_put_((self._without_padding(self.first),), self._without_padding(values).to(x.dtype))
-
-    def _without_padding(self, x: Tensor) -> Tensor:
-        """Returns the rows of x [tiles, heads, L, ...] that are not padding, [rows, ...]; x itself without padding."""
-        return x if self.kept is None else x.transpose(0, 1).flatten(1, 2).index_select(1, self.kept).flatten(0, 1)
+        numbers, values = self.numbers.flatten(), values.to(x.dtype).flatten(0, 2)
+        if self.kept is not None:
+            numbers, values = numbers[self.kept], values[self.kept]
+        x.index_copy_(0, numbers, values)
 
     def split(self, size: int) -> Iterator[Rows]:
         assert self.kept is None, "tiles that share a call are not split"

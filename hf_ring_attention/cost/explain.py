@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..plan.balance import balanced_layout, estimated_imbalance
+from ..plan.balance import balanced_layout, busiest_over_mean, estimated_imbalance
 from ..plan.branches import check_count
-from ..plan.choices import Decision, busiest_over_mean, check_choices, decide_call, decide_layout
+from ..plan.choices import Decision, check_choices, decide_call, decide_layout
 from ..plan.heads import group_size, heads_fit, heads_pairs, heads_traffic
 from ..plan.layouts import LayoutKind, SequenceLayout
 from ..plan.patterns import Pattern, as_pattern

@@ -64,7 +64,12 @@ def estimated_imbalance(layout: SequenceLayout, pattern: Pattern, documents: Doc
                 for start, stop in spans[first:last]:
                     first, beyond = max(piece.start - start, 0), min(piece.stop, stop) - start
                     loads[rank] += work.of_tokens(first, beyond, stop - start)
-    return max(loads) * layout.world_size / (sum(loads) or 1.0)
+    return busiest_over_mean(loads)
+
+
+def busiest_over_mean(work: Sequence[float]) -> float:
+    """Returns the work of the busiest rank, divided by the mean; 0 without work."""
+    return max(work) * len(work) / (sum(work) or 1)
 
 
 def mean_keys(pattern: Pattern, documents: Documents) -> float:

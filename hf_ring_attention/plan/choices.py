@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, get_args
 
-from .balance import balanced_layout, estimated_imbalance, mean_keys
+from .balance import balanced_layout, busiest_over_mean, estimated_imbalance, mean_keys
 from .branches import check_choice
 from .heads import check_heads, group_size, heads_fit, layout_of_groups
 from .layouts import LayoutKind, SequenceLayout
@@ -63,11 +62,6 @@ class Decision:
 def imbalance(problem: Problem) -> float:
     """Returns the query-key pairs of the busiest rank, divided by the mean of all ranks."""
     return busiest_over_mean([plan_rank(problem, rank).pairs for rank in range(problem.layout.world_size)])
-
-
-def busiest_over_mean(work: Sequence[float]) -> float:
-    """Returns the work of the busiest rank, divided by the mean; 0 without work."""
-    return max(work) * len(work) / (sum(work) or 1)
 
 
 def check_choices(layout: str, transport: str, world_size: int, heads: int | None = None, kernel: str = "auto") -> None:

@@ -94,49 +94,40 @@ def _is_exact(pattern: Pattern, longest: int) -> bool:
 
 def reason_against(name: str, device: DeviceFacts, call: CallFacts) -> str | None:
     """Returns why a kernel cannot compute a call; None if it can."""
-    half = call.dtype in _HALVES
-    if name in ("math", "cpu_flash"):
-        return None
-    if name == "fused":
-        if device.deterministic:
-            return "it adds gradients of keys in any order, and torch.use_deterministic_algorithms is on"
-        return device.not_fused
-    if device.type != "cuda":
-        return f"it computes on CUDA devices, and the tensors are on {device.type}"
-    if call.has_softcap:
-        return "it does not cap scores"
-    if call.dtype == "float64" or (not half and name != "efficient"):
-        return f"it does not compute {call.dtype}"
-    if device.capability < (8, 0) and (name != "efficient" or call.dtype == "bfloat16"):
-        what = "bfloat16" if name == "efficient" else "it"
-        return f"{what} needs compute capability 8.0, and the device has {device.capability[0]}.{device.capability[1]}"
-    if name == "flash":
-        return _reason_against_flash(device, max(call.head_dim, call.value_dim))
-    return None if name == "efficient" else _reason_against_cudnn(device, call)
-
-
-def _reason_against_flash(device: DeviceFacts, widest: int) -> str | None:
-    if not device.has_flash:
-        return "torch was built without it"
-    if widest > 256:
-        return f"its heads have at most 256 numbers, and these have {widest}"
+    widest, capability, is_old = max(call.head_dim, call.value_dim), device.capability, device.capability < (8, 0)
+    needs_new = f"needs compute capability 8.0, and the device has {capability[0]}.{capability[1]}"
     # FlashAttention-2 has no backward pass for some widths on some devices.
-    if 192 < widest <= 224 and ((8, 6) <= device.capability <= (8, 9) or device.capability >= (12, 0)):
-        return f"it has no backward pass for heads of {widest} numbers on this device"
-    return None
-
-
-def _reason_against_cudnn(device: DeviceFacts, call: CallFacts) -> str | None:
-    if not device.has_cudnn:
-        # Older ones access memory beyond tiles of other lengths than multiples of 128 (pytorch#169849).
-        return "torch has no cuDNN, or one that is older than 9.15.1"
-    if device.deterministic:
-        return "it is not deterministic, and torch.use_deterministic_algorithms is on"
-    if max(call.head_dim, call.value_dim) > 128 or call.head_dim % 8 or call.value_dim % 8:
-        return f"head sizes must be multiples of 8 up to 128, got {call.head_dim} and {call.value_dim}"
-    if call.tiles.rows < FEWEST_CUDNN_ROWS:
-        return f"it takes full and causal tiles of {FEWEST_CUDNN_ROWS} rows or more, and some tiles are not"
-    return None
+    is_small = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
+    odd_widths = bool(call.head_dim % 8 or call.value_dim % 8) or widest > 128
+    no_bfloat16 = is_old and call.dtype == "bfloat16"
+    is_short = call.tiles.rows < FEWEST_CUDNN_ROWS
+    off_gpu = device.type != "cuda", f"it computes on CUDA devices, and the tensors are on {device.type}"
+    capped = call.has_softcap, "it does not cap scores"
+    dtype = f"it does not compute {call.dtype}"
+    of_halves = [off_gpu, capped, (call.dtype not in _HALVES, dtype), (is_old, f"it {needs_new}")]
+    obstacles: dict[str, list[tuple[bool, str | None]]] = {
+        "cpu_flash": [capped],
+        "fused": [
+            (device.deterministic, "it adds gradients in any order, and torch.use_deterministic_algorithms is on"),
+            (device.not_fused is not None, device.not_fused),
+        ],
+        "flash": [
+            *of_halves,
+            (not device.has_flash, "torch was built without it"),
+            (widest > 256, f"its heads have at most 256 numbers, and these have {widest}"),
+            (is_small and 192 < widest <= 224, f"it has no backward pass for heads of {widest} numbers on this device"),
+        ],
+        "cudnn": [
+            *of_halves,
+            # Older ones access memory beyond tiles of other lengths than multiples of 128 (pytorch#169849).
+            (not device.has_cudnn, "torch has no cuDNN, or one that is older than 9.15.1"),
+            (device.deterministic, "it is not deterministic, and torch.use_deterministic_algorithms is on"),
+            (odd_widths, f"head sizes must be multiples of 8 up to 128, got {call.head_dim} and {call.value_dim}"),
+            (is_short, f"it takes full and causal tiles of {FEWEST_CUDNN_ROWS} rows or more, and some tiles are not"),
+        ],
+        "efficient": [off_gpu, capped, (call.dtype == "float64", dtype), (no_bfloat16, f"bfloat16 {needs_new}")],
+    }
+    return next((reason for holds, reason in obstacles.get(name, ()) if holds), None)
 
 
 def kernel_candidates(setting: str, device: DeviceFacts, call: CallFacts) -> list[Decision]:
@@ -145,45 +136,37 @@ def kernel_candidates(setting: str, device: DeviceFacts, call: CallFacts) -> lis
     Raises:
         ValueError: the kernel that was asked for cannot compute the call.
     """
-    if setting != "auto":
-        against = reason_against(setting, device, call)
-        if against is not None:
-            raise ValueError(f"kernel={setting!r} cannot compute this call: {against}; use kernel='auto'")
-        return [Decision(setting, ASKED_FOR)]
-    found: list[Decision] = []
+    found: dict[str, Decision] = {}
     refused: list[str] = []
-    for name, reason in _by_speed(device, call):
+    for name, reason in _by_speed(device, call) if setting == "auto" else [(setting, ASKED_FOR)]:
         against = reason_against(name, device, call)
-        if against is None and name == "fused" and call.tiles.few_queries:
+        if against is not None and setting != "auto":
+            raise ValueError(f"kernel={setting!r} cannot compute this call: {against}; use kernel='auto'")
+        if against is None and setting == "auto" and name == "fused" and call.tiles.few_queries:
             against = f"fewer than {FEW_QUERIES} queries to a cache leave most of the device idle"
         if against is not None:
             refused.append(f"not {name}: {against}")
-        elif name not in [decision.choice for decision in found]:
-            found.append(Decision(name, "; ".join([reason, *dict.fromkeys(refused)])))
-    return found
+        else:
+            found.setdefault(name, Decision(name, "; ".join([reason, *dict.fromkeys(refused)])))
+    return [*found.values()]
 
 
 def _by_speed(device: DeviceFacts, call: CallFacts) -> list[tuple[str, str]]:
     """Returns kernels and the reasons for them, the fastest first; not all of them can compute the call."""
-    math = [("math", "it computes everything")]
-    if call.dtype == "float64" and device.type == "cuda":
-        return [("math", "no other kernel computes float64 on a GPU")]
-    if device.type == "cpu":
-        if call.has_softcap:
-            return [("math", "no other kernel caps scores on a CPU")]
-        return [("cpu_flash", "it is torch's flash attention for CPUs"), *math]
-    if device.type != "cuda":
-        return math
-    half, tiles, order = call.dtype in _HALVES, call.tiles, []
-    if half and (tiles.rows >= LONG_TILE or tiles.whole_rows):
-        if device.flash is not None:
-            order.append(("flash", f"torch.nn.attention has activated {device.flash}"))
-        # On other devices, torch too prefers flash.
-        if tiles.rows >= LONG_TILE and tiles.full_rows and device.capability[0] in (9, 10):
-            order.append(("cudnn", f"all tiles are full or causal, of {LONG_TILE} rows or more"))
-        order.append(("flash", "its calls take long tiles, or the documents of whole rows in place"))
-    fused = [("fused", "one launch takes all tiles")]
-    if half:
-        order += [*fused, ("flash", "it takes bands by its windows")]
-    # The fused kernel's blocks of float32 are small.
-    return [*order, ("efficient", "it takes bands in stretches"), *(fused if not half else []), *math]
+    half = call.dtype in _HALVES
+    is_long = half and call.tiles.rows >= LONG_TILE
+    # Elsewhere torch too prefers flash. cuDNN compiles a program for each new shape.
+    for_cudnn = is_long and call.tiles.full_rows and device.capability[0] in (9, 10)
+    in_place = is_long or (half and call.tiles.whole_rows)
+    on_gpu = [
+        (in_place and device.flash is not None, "flash", f"torch.nn.attention has activated {device.flash}"),
+        (for_cudnn, "cudnn", f"all tiles are full or causal, of {LONG_TILE} rows or more"),
+        (in_place, "flash", "its calls take long tiles, or the documents of whole rows in place"),
+        (half, "fused", "one launch takes all tiles"),
+        (half, "flash", "it takes bands by its windows"),
+        (True, "efficient", "it takes bands in stretches"),
+        (call.dtype == "float32", "fused", "one launch takes all tiles"),  # Its blocks of float32 are small.
+    ]
+    on_cpu = [(True, "cpu_flash", "it is torch's flash attention for CPUs")]
+    table = [*{"cuda": on_gpu, "cpu": on_cpu}.get(device.type, ()), (True, "math", "it computes everything")]
+    return [(name, reason) for applies, name, reason in table if applies]

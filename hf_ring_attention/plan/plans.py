@@ -70,19 +70,17 @@ class TileBatch(NamedTuple):
         They have it if they take all batch rows and these heads, neighbouring rows, and equal distances, at which no two
         tiles share a query row. The result is the first tile's query row and key row, the number of tiles, and their distance.
         """
-        everything = (tuple(range(num_batch_rows)), tuple(heads))
+        everything = tuple(range(num_batch_rows)), tuple(heads), 1
         if self.per_query_head or self.fold_size > 1:
             return None
-        if any((item.batch_rows, item.heads) != everything or item.copies > 1 for item in self.items):
+        if any((item.batch_rows, item.heads, item.copies) != everything for item in self.items):
             return None
         if (self.query_stride != 1 and self.num_queries > 1) or (self.key_stride != 1 and self.num_keys > 1):
             return None
         starts = [(item.query_row, item.key_row) for item in self.items]
-        advance = starts[1][0] - starts[0][0] if len(starts) > 1 else 0
-        for (query, key), (next_query, next_key) in itertools.pairwise(starts):
-            if next_query - query != advance or next_key - key != advance:
-                return None
-        if len(starts) > 1 and advance < self.num_queries:
+        steps = {(q - first_q, k - first_k) for (first_q, first_k), (q, k) in itertools.pairwise(starts)} or {(0, 0)}
+        advance, keys_advance = min(steps)
+        if len(steps) > 1 or advance != keys_advance or (len(starts) > 1 and advance < self.num_queries):
             return None
         return *starts[0], len(starts), advance
 
@@ -189,12 +187,7 @@ def freshness(batches: Sequence[TileBatch]) -> Callable[[TileBatch], bool]:
     """
     visit = min((batch.visit for batch in batches), default=None)
     triangles = {x.num_queries * x.fold_size for x in batches if x.visit == visit and x.shape == "causal"}
-
-    def is_fresh(batch: TileBatch) -> bool:
-        beside = batch.shape == "full" and batch.num_queries * batch.fold_size in triangles
-        return batch.visit == visit and not beside
-
-    return is_fresh
+    return lambda x: x.visit == visit and (x.shape != "full" or x.num_queries * x.fold_size not in triangles)
 
 
 def pairs_of_row(pattern: Pattern, seq_len: int, num_heads: int, num_kv_heads: int, causal: bool) -> int:

@@ -89,12 +89,12 @@ def test_take(rng):
     for rows, sizes, tiles in cases(rng):
         x, lse = tensor(rng, *sizes, N, 5), tensor(rng, *sizes, N)
         before = x.clone()
-        assert torch.equal(rows.numbered().take(x.flatten(0, 2)), plain(x, tiles)), rows
-        assert torch.equal(rows.numbered().take_lse(lse.flatten()), plain(lse, tiles)), rows
+        assert torch.equal(rows.take(x.flatten(0, 2)), plain(x, tiles)), rows
+        assert torch.equal(rows.take_lse(lse.flatten()), plain(lse, tiles)), rows
         assert torch.equal(x, before)
         # A wider tensor has its rows further apart.
         wider = tensor(rng, *sizes, N, 9)
-        assert torch.equal(rows.numbered().take(wider.flatten(0, 2)[:, 2:6]), plain(wider[..., 2:6], tiles))
+        assert torch.equal(rows.take(wider.flatten(0, 2)[:, 2:6]), plain(wider[..., 2:6], tiles))
 
 
 def test_add_where_rows_repeat_and_overlap(rng):
@@ -106,7 +106,7 @@ def test_add_where_rows_repeat_and_overlap(rng):
         want = x.clone()
         for at, place in each_row(tiles):
             want[at] += values[place]
-        rows.numbered().add_(x.view(-1, 5), values)
+        rows.add_(x.view(-1, 5), values)
         torch.testing.assert_close(x, want, rtol=1e-13, atol=1e-13, msg=lambda text, rows=rows: f"{rows}: {text}")
     assert overlapping
 
@@ -160,11 +160,11 @@ def test_write(dtype, rng):
         want, want_lse, seen = x.clone(), lse.clone(), x.clone()
         for at, place in each_row(tiles):
             want[at], want_lse[at] = values[place].to(x.dtype), values[place][0].to(x.dtype)
-        rows.numbered().write_(x.view(-1, 5), values)
-        rows.numbered().write_(lse.view(-1), values[..., 0])
+        rows.write_(x.view(-1, 5), values)
+        rows.write_(lse.view(-1), values[..., 0])
         assert torch.equal(x, want)
         assert torch.equal(lse, want_lse)
-        taken = rows.numbered().take(seen.view(-1, 5)).copy_(values)
+        taken = rows.take(seen.view(-1, 5)).copy_(values)
         assert torch.equal(seen, want) == rows.is_view, rows
         assert torch.equal(taken, values.to(x.dtype))
         views += rows.is_view
@@ -183,7 +183,7 @@ def test_split(rng):
             assert sum(part.units for part in parts) == rows.units
             assert {type(part) for part in parts} == {type(rows)}
             assert {part.rows_per_unit for part in parts} == {rows.rows_per_unit}
-            taken = [part.numbered().take(x.view(-1, 1)).squeeze(-1) for part in parts]
+            taken = [part.take(x.view(-1, 1)).squeeze(-1) for part in parts]
             if isinstance(rows, ViewRows):
                 # Stretches are cut, and each part has them of all batch rows.
                 whole = plain(x, tiles).unflatten(0, (sizes[0], rows.copies))

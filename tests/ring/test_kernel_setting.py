@@ -48,7 +48,7 @@ def test_kernels_with_their_reasons():
         "few queries to a cache, float64, head sizes 8 and 8": "cpu_flash",
     }
     assert {decision.reason for decision in ring.kernels().values()} == {
-        "it is torch's flash attention for CPUs", "no other kernel caps scores on a CPU",
+        "it is torch's flash attention for CPUs", "it computes everything; not cpu_flash: it does not cap scores",
     }  # fmt: skip
 
 
@@ -153,5 +153,5 @@ def test_each_kernel_is_logged_once_by_rank_0(caplog):
         run_simulated(call, 2)
     assert [record.getMessage() for record in caplog.records if "kernel" in record.getMessage()] == [
         "ring of 2: kernel cpu_flash, because it is torch's flash attention for CPUs",
-        "ring of 2: kernel math, because no other kernel caps scores on a CPU",
+        "ring of 2: kernel math, because it computes everything; not cpu_flash: it does not cap scores",
     ]
