@@ -1,10 +1,10 @@
 """The work of the fused kernels as lists of integers, by numpy: tiles, blocks of query rows, and blocks of keys.
 
-A *tile* is `TILE` integers: q0, qs, fold, nq, k0, ks, lo0, ls, hi0, hs, nk. Query row x has the number i = (x - q0) // qs if
-(x - q0) % qs < fold and i < nq. It sees the key numbers j with lo0 + ls i <= j < hi0 + hs i, within 0 <= j < nk; key number j
-is row k0 + j ks. All shapes of `plan/tiles.py`, folds, dilation and reversed ranges have this form.
+A *tile* is q0, qs, fold, nq, k0, ks, lo0, ls, hi0, hs, nk, and one unused integer. Query row x has the number
+i = (x - q0) // qs if (x - q0) % qs < fold and i < nq. It sees the key numbers j with lo0 + ls i <= j < hi0 + hs i and
+0 <= j < nk; key number j is row k0 + j ks. All shapes of `plan/tiles.py`, folds, dilation and reversed ranges have this form.
 
-An *item* is `ITEM` integers: first, step, count, b, hq, hk, and a range of references to the tiles that hold some of its query
+An *item* is first, step, count, b, hq, hk, and a range of references to the tiles that hold some of its query
 rows first, first + step, ... Its rows are those of some neighbouring query heads from hq on, which share key/value head hk. One
 program of a kernel computes an item. A launch has no query row of a head twice, so it needs no atomic operations. The first
 launch of a rank has all rows, also those without tiles. Rows of dilated queries are far apart, so launches of their own, which
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,11 +26,10 @@ import numpy.typing as npt
 from ...plan.plans import Item, TileBatch
 
 Integers = npt.NDArray[np.int64]
+Numbers = TypeVar("Numbers")
 #: Takes the numbers of key rows in a [B, Hkv, rows] tensor to their rows in a payload.
 Places = Callable[[Integers], Integers]
 
-#: Integers of a tile, an item, a key item.
-TILE, ITEM, KEY_ITEM = 12, 8, 8
 #: Rows of queries at equal distances are a launch of their own only if they have at least so many rows.
 _FEWEST_STRIDED = 16
 #: A key item has at most this many rows, or a share of all rows that leaves each processor of a GPU many items.
@@ -68,27 +67,20 @@ class Sizes(NamedTuple):
         return self.heads // self.kv_heads
 
 
-class Launch(NamedTuple):
-    """Items that run at once; all have as many query heads."""
+class Launch(NamedTuple, Generic[Numbers]):
+    """Items, or key items, that run at once; all have as many query heads. Key items need no references."""
 
     heads: int
-    items: Integers
-    references: Integers
-
-
-class KeyLaunch(NamedTuple):
-    """Key items that run at once; all have as many query heads."""
-
-    heads: int
-    items: Integers
+    items: Numbers
+    references: Numbers
 
 
 class WorkLists(NamedTuple):
     """All launches of some tiles."""
 
     tiles: Integers
-    launches: list[Launch]
-    key_launches: list[KeyLaunch]
+    launches: list[Launch[Integers]]
+    key_launches: list[Launch[Integers]]
 
 
 class _Tiles(NamedTuple):
@@ -134,8 +126,8 @@ def work_lists(
     tiles = _tiles_of(batches, owners)
     together = heads_of_an_item(sizes.group, blocks)
     whole, single = _units_of(owners, sizes, together)
-    launches: list[Launch] = []
-    key_launches: list[KeyLaunch] = []
+    launches: list[Launch[Integers]] = []
+    key_launches: list[Launch[Integers]] = []
     numbered: list[Integers] = []
     # Query heads that share a key/value head come together, or one by one if their tiles differ.
     for heads, units in ((together, whole), (1, single)):
@@ -149,8 +141,8 @@ def work_lists(
         launches += _launches(some, signatures, sizes.query_rows, blocks, heads, covers, first_number)
         key_items = _key_items(some, signatures, blocks, first_number)
         if len(key_items):
-            key_launches.append(KeyLaunch(heads, key_items))
-    table = np.concatenate(numbered) if numbered else np.zeros((0, TILE), np.int64)
+            key_launches.append(Launch(heads, key_items, key_items[:0, 0]))
+    table = np.concatenate(numbered) if numbered else np.zeros((0, 12), np.int64)
     return WorkLists(table, launches, key_launches)
 
 
@@ -283,7 +275,7 @@ def _table(tiles: _Tiles) -> Integers:
 
 def _launches(
     tiles: _Tiles, signatures: _Signatures, num_rows: int, blocks: Blocks, heads: int, complete: bool, first_number: int
-) -> list[Launch]:
+) -> list[Launch[Integers]]:
     """Returns the launches of tiles: of neighbouring rows first, then of rows that are farther and farther apart."""
     rows = blocks.rows // heads
     strided = (2 * tiles.fold <= tiles.qs) & (tiles.nq >= _FEWEST_STRIDED)

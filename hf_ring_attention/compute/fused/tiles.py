@@ -14,33 +14,19 @@ from torch import Tensor
 
 from ...plan.plans import TileBatch
 from ..kernel import Gradients, Results, Saved
-from .lists import Blocks, Sizes, work_lists
+from .lists import Blocks, Launch, Sizes, work_lists
 
 _LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
-class FusedLaunch:
-    """Items, or key items, that run at once, and their references to tiles."""
-
-    heads: int  # query heads of an item
-    items: Tensor  # [programs, 8], int32
-    references: Tensor
-
-
-@dataclass(frozen=True)
 class FusedTiles:
-    """The tiles of a step as launches of the fused kernels; `lists.py` describes their integers.
-
-    Attributes:
-        keys: the batch rows, heads and rows of k and v; None if these are rows of a payload, whose numbers tiles have.
-    """
+    """The tiles of a step as launches of the fused kernels; `lists.py` describes their integers, int32 here."""
 
     blocks: Blocks
-    keys: tuple[int, int, int] | None
     tiles: Tensor
-    launches: tuple[FusedLaunch, ...]
-    key_launches: tuple[FusedLaunch, ...]
+    launches: tuple[Launch[Tensor], ...]
+    key_launches: tuple[Launch[Tensor], ...]
 
     takes_views = True
 
@@ -66,14 +52,11 @@ class FusedTiles:
             assert not len(x) or abs(x).max() < 2**31, "row numbers need 31 bits"
             return torch.from_numpy(x.astype(np.int32)).to(device)
 
-        nothing = torch.empty(0, dtype=torch.int32, device=device)
-        return cls(
-            blocks=blocks,
-            keys=(sizes.batch, sizes.kv_heads, sizes.key_rows) if places is None else None,
-            tiles=on_device(lists.tiles),
-            launches=tuple(FusedLaunch(x.heads, on_device(x.items), on_device(x.references)) for x in lists.launches),
-            key_launches=tuple(FusedLaunch(x.heads, on_device(x.items), nothing) for x in lists.key_launches),
+        launches, key_launches = (
+            tuple(Launch(x.heads, on_device(x.items), on_device(x.references)) for x in some)
+            for some in (lists.launches, lists.key_launches)
         )
+        return cls(blocks, on_device(lists.tiles), launches, key_launches)
 
     def forward(
         self, kernel: Fused, q: Tensor, k: Tensor, v: Tensor, scale: float, totals: Results | None = None
@@ -90,7 +73,7 @@ class FusedTiles:
             _launch(
                 kernel.forward_kernel, launch, kernel, self.blocks, q, v,
                 (q, k, v, out, lse, launch.items, launch.references, self.tiles, *kernel.factors(scale)),
-                (*_strides(q), *self._key_strides(k), *self._key_strides(v), *_strides(out), *lse.stride()[:2]),
+                (*_strides(q), *_key_strides(k), *_key_strides(v), *_strides(out), *lse.stride()[:2]),
                 RESUME=totals is not None or number > 0,
             )  # fmt: skip
         return (out.to(q.dtype), lse) if totals is None else totals
@@ -107,7 +90,7 @@ class FusedTiles:
         else:
             dq, dk, dv = sums
         delta, factors = torch.empty_like(lse), (*kernel.factors(scale), float(scale))
-        rows = (*_strides(q), *self._key_strides(k), *self._key_strides(v))
+        rows = (*_strides(q), *_key_strides(k), *_key_strides(v))
         for number, launch in enumerate(self.launches):
             _launch(
                 kernel.dq_kernel, launch, kernel, self.blocks, q, v,
@@ -119,19 +102,14 @@ class FusedTiles:
             _launch(
                 kernel.dkdv_kernel, launch, kernel, self.blocks, q, v,
                 (q, k, v, dout, lse, delta, dk, dv, launch.items, self.tiles, *factors),
-                (*rows, *_strides(dout), *lse.stride()[:2], *self._key_strides(dk), *self._key_strides(dv)),
+                (*rows, *_strides(dout), *lse.stride()[:2], *_key_strides(dk), *_key_strides(dv)),
             )  # fmt: skip
         return dq, dk, dv
 
-    def _key_strides(self, x: Tensor) -> tuple[int, int, int]:
-        """Returns the distances of batch rows, heads and rows of keys; the rows of a payload are numbered through."""
-        if x.dim() == 4:
-            return _strides(x)
-        row = x.stride(0)
-        if self.keys is None:
-            return 0, 0, row
-        _, heads, rows = self.keys
-        return heads * rows * row, rows * row, row
+
+def _key_strides(x: Tensor) -> tuple[int, int, int]:
+    """Returns the distances of batch rows, heads and rows of keys; tiles have the numbers of all rows of a payload."""
+    return _strides(x) if x.dim() == 4 else (0, 0, x.stride(0))
 
 
 def _with_rows(x: Tensor) -> Tensor:
@@ -161,7 +139,7 @@ def _on_device(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def _launch(
-    function: Any, launch: FusedLaunch, kernel: Fused, blocks: Blocks, q: Tensor, v: Tensor,
+    function: Any, launch: Launch[Tensor], kernel: Fused, blocks: Blocks, q: Tensor, v: Tensor,
     tensors: tuple[Any, ...], strides: tuple[int, ...], **constants: bool,
 ) -> None:  # fmt: skip
     """Starts a program for each item of a launch."""
