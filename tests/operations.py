@@ -21,7 +21,7 @@ from tests.support.cuda_operators import SilentOperators
 def count_for_cuda(monkeypatch):
     """Has calls take the kernels that they would take on an H100; these compute nothing."""
 
-    def chosen(device, dtype, width, value_width, softcap, setting, kinds, note):
+    def chosen(device, dtype, width, value_width, softcap, setting, kinds, *others):
         if kinds.rows >= LONG_TILE:
             return Cudnn()
         return CudaFlash() if kinds.whole_rows else Fused(blocks_for(torch.bfloat16, 128, (9, 0)))

@@ -313,9 +313,8 @@ def _launches(
         share = total[end] - total[begin]
         order = np.argsort((-16 / max(1, share.max(initial=0)) * share).astype(np.int16), kind="stable")
         entry, unit = signatures.per_unit(signature[order])
-        columns = (x[order][entry] for x in (first, np.full_like(first, distance), count, begin, end))
-        first, steps, count, begin, end = columns
-        items = np.stack([first, steps, count, *unit.T, begin, end], 1)
+        first, count, begin, end = (x[order][entry] for x in (first, count, begin, end))
+        items = np.stack([first, np.full_like(first, distance), count, *unit.T, begin, end], 1)
         launches.append(Launch(heads, items, tile + first_number))
     return launches
 
@@ -344,6 +343,5 @@ def _key_items(tiles: _Tiles, signatures: _Signatures, blocks: Blocks, first_num
     begin = low[entry] + part * most
     end = np.minimum(begin + most, high[entry])
     item, unit = signatures.per_unit(signatures.number[tile[entry]])
-    columns = (x[item] for x in (tile[entry] + first_number, j0[entry], count[entry], begin, end))
-    tile, j0, count, begin, end = columns
-    return np.stack([tile, j0, count, *unit.T, begin, end], 1)
+    tile, j0, count = (x[entry][item] for x in (tile + first_number, j0, count))
+    return np.stack([tile, j0, count, *unit.T, begin[item], end[item]], 1)
