@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -134,13 +134,13 @@ def choose_kernel(
     setting: str = "auto",
     tiles: TileKinds = ANY_TILES,
     note: Callable[[str, Decision], None] = lambda kind, decision: None,
-    group: int = 1,
+    groups: Sequence[int] = (1,),
 ) -> Kernel:
     """Returns the kernel that was asked for, or with "auto" the fastest one that computes this and has proved itself.
 
     Args:
         note: is called with the kind of call, and the choice with its reason.
-        group: the query heads of each key/value head.
+        groups: the numbers of query heads that share keys in some tiles.
 
     Raises:
         ValueError: another dtype, or a kernel that was asked for and cannot compute this, or is wrong on this device.
@@ -154,9 +154,9 @@ def choose_kernel(
     failed: list[str] = []
     for decision in kernel_candidates(setting, _facts_of(setting, *widths), call):
         kernel = _kernel(decision.choice, *widths, softcap)
-        fault = None
-        if device.type == "cuda" and not isinstance(kernel, Math):
-            fault = fault_of(kernel, softcap, tiles.rows > 0, device, dtype, group, head_dim, value_dim)
+        to_prove = groups if device.type == "cuda" and not isinstance(kernel, Math) else ()
+        tried = (fault_of(kernel, softcap, tiles.rows > 0, device, dtype, x, head_dim, value_dim) for x in to_prove)
+        fault = next(filter(None, tried), None)
         if fault is None:
             note(str(call), replace(decision, reason="; ".join([decision.reason, *failed])))
             return kernel

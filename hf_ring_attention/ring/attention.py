@@ -285,8 +285,9 @@ def checked_call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options:
         problem = _problem(q, k, pattern, ring, options)
         tiles = tile_kinds(problem, ring.rank)
         widths = q.shape[-1], v.shape[-1]
-        group = problem.group
-        kernel = choose_kernel(q.device, q.dtype, *widths, softcap, ring.kernel, tiles, ring.note_kernel, group)
+        by_query_head = any(own.phase_by == "query_head" for own in pattern.kv_heads or (pattern,))
+        groups = (problem.group, 1) if by_query_head and problem.group > 1 else (problem.group,)
+        kernel = choose_kernel(q.device, q.dtype, *widths, softcap, ring.kernel, tiles, ring.note_kernel, groups)
         if held is not None and ring.world_size > 1 and is_recorded(q, k, v):
             raise ValueError("cached_attention: the keys of a sharded cache have no gradient: use torch.no_grad()")
         if scale is not None and not scale > 0:  # Masks are -inf, which only a factor above 0 leaves as it is.

@@ -230,6 +230,7 @@ def test_the_proof_is_the_same_in_any_context_and_draws_no_random_numbers(contex
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.skipif(not attention._OBJECTS_ARE_CONSTANTS, reason="torch takes no objects as constants")
 def test_inside_a_graph(monkeypatch):
     """Calls of a graph are planned, and kernels chosen, inside of the operator; a backward pass may choose, too."""
     found = []
@@ -260,6 +261,17 @@ def cuda_facts(monkeypatch):
     faults = {}
     monkeypatch.setattr(kernels, "fault_of", lambda kernel, *_: faults.get(kernel.name))
     return faults
+
+
+def test_kernels_are_tried_with_the_heads_of_their_programs(monkeypatch):
+    """Programs of a pattern whose phases go by query heads may have one head each."""
+    groups, choose = [], attention.choose_kernel
+    monkeypatch.setattr(attention, "choose_kernel", lambda *call: groups.append(call[8]) or choose(*call))
+    q, k = torch.randn(1, 6, 12, 8), torch.randn(1, 2, 12, 8)
+    by_query_head = ra.Pattern((ra.Window(4), ra.Segment(8, 2)), phase_by="query_head")
+    for pattern in ("longnet:4/1,8/2", by_query_head, ra.Pattern.by_kv_head([ra.Pattern.exact(), by_query_head])):
+        ra.ring_attention(q, k, k, pattern=pattern)
+    assert groups == [(3,), (3, 1), (3, 1)]
 
 
 def test_a_refused_kernel_is_named_and_the_next_one_taken(cuda_facts):
