@@ -280,6 +280,8 @@ if dist.is_available() and dist.is_gloo_available():
     check("torch.gloo")
 #: Applies a function to each value inside lists, tuples and dicts.
 tree_map: Any = torch.utils._pytree.tree_map
+#: Lists the values inside lists, tuples and dicts.
+tree_leaves: Any = torch.utils._pytree.tree_leaves
 #: A context in which a method runs in place of each operator.
 DispatchMode: Any = torch.utils._python_dispatch.TorchDispatchMode
 #: Makes a tensor of a class, a shape, a dtype and a device without numbers.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
-from ..hf.loss_bytes import BYTES_AT_ONCE
+from ..hf.loss_bytes import tokens_at_once
 from ..plan.branches import check_choice, check_count
 
 if TYPE_CHECKING:  # The command line reads its choices here, and loads Transformers later.
@@ -177,7 +177,8 @@ def workspace_part(attention: ModelAttention, setting: TrainingSetting, exact: b
 
 def logits_part(shape: ModelShape, setting: TrainingSetting) -> MemoryPart:
     """Returns a slice of the loss. Its backward holds the logarithms of probabilities and two gradients, in float32."""
-    at_once = min(setting.local_tokens, max(1, BYTES_AT_ONCE // (4 * shape.vocabulary)))
+    tokens = setting.local_tokens
+    at_once = min(tokens, tokens_at_once(tokens, shape.width, shape.vocabulary))
     formula = f"{at_once:,} tokens x {shape.vocabulary:,} words x 12 bytes"
     return MemoryPart("logits", at_once * shape.vocabulary * 12, formula, "a slice of the loss (hf/lm_loss.py)")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +14,9 @@ from transformers import PreTrainedModel
 
 from ..compute.merge import accumulation_dtype
 from ..hf.config import warn_once
-from ..hf.forward_pass import Head
-from ..hf.heads import watched
+from ..hf.forward_pass import Head, running_with
 from ..hf.lm_loss import IGNORED
+from ..hf.on_use import hook_head, values_of
 from ..hf.rows import first_position, rows_to_cut
 from ..hf.wrappers import runner_of
 from ..plan.layouts import SequenceLayout
@@ -34,8 +33,8 @@ def layout_of_rows(model: PreTrainedModel, ring: Ring, ids: Tensor) -> SequenceL
 def hidden_states(model: PreTrainedModel, ring: Ring, ids: Tensor) -> tuple[Tensor, Head]:
     """Runs a model over whole rows [B, n] of one document each; returns this rank's hidden states, and the head for slices.
 
-    If the config does not describe the head, every rank forms the logits of whole rows. The first result is then this rank's
-    part of them, and the head returns its argument.
+    If the model uses logits of other tokens too, every rank forms the logits of whole rows. The first result is then this
+    rank's part of them, and the head returns its argument.
     """
     positions = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1) + first_position(runner_of(model))
     arguments = {"input_ids": ids, "position_ids": positions, "use_cache": False}
@@ -43,17 +42,20 @@ def hidden_states(model: PreTrainedModel, ring: Ring, ids: Tensor) -> tuple[Tens
     if not any(x.kind is x.VAR_KEYWORD for x in parameters.values()):
         # A model without position_ids numbers the tokens of a row itself.
         arguments = {name: x for name, x in arguments.items() if name in parameters}
-    with watched(model.get_output_embeddings()) as call:
-        logits = _logits(model(**arguments))
-    head, hidden = call.head(logits, model.config), call.hidden
-    head_unknown = torch.tensor(hidden is not None and head is None, device=ids.device)
-    if any(bool(of_rank) for of_rank in ring.gather(head_unknown)):  # All ranks must decide alike.
+    head = model.get_output_embeddings()
+    if head is not None:
+        hook_head(head)
+    with running_with(on_use=True):
+        output = model(**arguments)
+    logits: Tensor = output["logits"] if isinstance(output, Mapping) else output[0]
+    found = values_of(logits)
+    if found is not None:
+        return found.part, found.of_states
+    if head is not None:
         warn_once(
-            f"{type(model).__name__} forms its logits in a way that its config does not name, so the logits of whole rows are "
-            f"held at once"
+            f"{type(model).__name__} computes with its logits beyond each number, so the logits of whole rows are held at once"
         )
-        return ring.shard(_logits(model(**arguments)), layout_of_rows(model, ring, ids)), lambda whole: whole
-    return (logits, lambda whole: whole) if head is None or hidden is None else (hidden, head)
+    return ring.shard(logits, layout_of_rows(model, ring, ids)), lambda whole: whole
 
 
 def label_nll(model: PreTrainedModel, ring: Ring, ids: Tensor, labels: Tensor, logits_at_once: int) -> Tensor:
@@ -98,8 +100,3 @@ def _whole_weights(model: nn.Module, module: nn.Module | None) -> Iterator[None]
         yield
     finally:
         holder.reshard()
-
-
-def _logits(output: Any) -> Tensor:
-    logits: Tensor = output["logits"] if isinstance(output, Mapping) else output[0]
-    return logits

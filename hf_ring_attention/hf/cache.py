@@ -17,7 +17,7 @@ from ..plan.layouts import SequenceLayout
 from ..plan.problem import HeldKeys
 from ..ring.ring import Ring
 from .config import layer_pattern
-from .heads import watched
+from .forward_pass import running_with
 from .hybrid_types import hybrids_of
 from .wrappers import attached_ring, evaluating, whole_model
 
@@ -164,8 +164,7 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
     layout = ring.layout_for(input_ids.shape[1], layer_pattern(config, None))
     cache: ShardedCache = (ShardedCache if hybrids is None else hybrids.sharded_hybrid_cache)(layout, config)
     positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
-    # Nothing reads the hidden states, so they are not joined.
-    with evaluating(inner), watched(None):
+    with evaluating(inner), running_with(on_use=True):  # Nothing uses the hidden states.
         batch = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": positions}
         inner.base_model(**batch, use_cache=True, **cache_argument(cache))
     if hybrids is not None:

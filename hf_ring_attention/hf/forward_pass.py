@@ -71,12 +71,10 @@ class ForwardPass:
     held: HeldKeys | None = None  # the keys in the cache of this rank, in a step against a sharded cache
     whole: bool = False  # whether every rank computes whole rows by itself, because the call has a cache of its own
     last_position: int | None = None  # the greatest position id of whole rows that are cut
-    parts: bool = False  # whether the last hidden states stay parts, because the head or the caller computes with them
-    keep: Tensor | None = None  # [k] the tokens whose hidden states the head needs; None for all
-    head: Any = None  # the watched call of a head that computes a loss from parts
-    #: Returns the output of the call for whole rows, or None if the call must be made again with a head on whole rows. It is
-    #: None for outputs that the decoder's hook has joined.
-    join_result: Callable[[Any], Any] | None = None
+    #: Makes what the head gets of this rank's last hidden states [B, n local, width]; None for those of whole rows.
+    join_last: Callable[[Tensor], Tensor] | None = None
+    origin: Any = None  # the `Origin` of results that are formed when they are used; None if none are
+    join_result: Callable[[Any], Any] | None = None  # makes the output of the call of the output for this rank's part
     own_patterns: Mapping[int, Pattern] = field(default_factory=dict)  # the layers' own patterns, by their numbers
     calls: dict[Any, Any] = field(default_factory=dict)  # the calls of attention so far, by the kind of layer
     tokens: list[Any] = field(default_factory=list)  # the facts of its masks, which last as long as it does
@@ -104,7 +102,7 @@ class Running(NamedTuple):
     """What runs in a thread or task."""
 
     forward_pass: ForwardPass | None = None  # the call of a patched model
-    head: Any = None  # the call of a model whose output layer is watched, a `HeadCall`
+    on_use: bool = False  # whether hidden states and logits are formed when they are used
     exact: tuple[Any, ...] = ()  # the text configs of the models that attend exactly
     chain: Any = None  # the chain of states along which mixers pass theirs
 

@@ -216,7 +216,10 @@ def begin_in_graph(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _has_loss_of_part(module: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Returns whether the loss of a call is a cross entropy of next tokens, which each rank can compute for its part."""
+    """Returns whether the loss of a call is a cross entropy of next tokens, which each rank can compute for its part.
+
+    A forward of the user's own may do anything with labels: it gets the hidden states of whole rows.
+    """
     labels, keep = kwargs.get("labels"), kwargs.get("logits_to_keep")
     computed = attachment_of(module).loss_in_parts and module.loss_function is ForCausalLMLoss  # type: ignore[union-attr]
     return labels is not None and computed and (keep is None or (isinstance(keep, int) and keep == 0))

@@ -91,16 +91,21 @@ def kept(local: Tensor, rows: WholeRows, ring: Ring, tokens: Tensor) -> Tensor:
 
 
 def joined_output(now: ForwardPass, output: Any) -> Any:
-    """Returns the output of a decoder with whole rows in place of parts, but for hidden states that the head takes in parts."""
+    """Returns the output of a decoder with whole rows in place of parts, and last hidden states as the head takes them."""
     rows, ring, layout = now.rows, now.ring, now.layout
-    assert rows is not None and ring is not None and layout is not None
+    assert rows is not None
+    if layout is None:
+        if now.join_last is not None:
+            last = "last_hidden_state" if isinstance(output, MutableMapping) else 0
+            changed = now.join_last(output[last])
+            if last == 0:
+                return (changed, *output[1:])
+            output[last] = changed
+        return output
+    assert ring is not None
     part = (rows.batch, layout.local_len)
     join_rows = partial(whole_rows, rows=rows, ring=ring)
-
-    def join_last(x: Tensor) -> Tensor:
-        if now.parts:
-            return x
-        return join_rows(x) if now.keep is None else kept(x, rows, ring, now.keep)
+    join_last = now.join_last or join_rows
 
     def whole(x: Any, join: Callable[[Tensor], Tensor], flat: bool = False) -> Any:
         if isinstance(x, (tuple, list)):
@@ -116,7 +121,7 @@ def joined_output(now: ForwardPass, output: Any) -> Any:
     for name, x in output.items():
         # Models form the logits of routers for the tokens of all rows, one row after the other.
         output[name] = whole(x, join_last if name == "last_hidden_state" else join_rows, flat="router" in name)
-    if not now.runner.training and getattr(now.runner.config, "use_cache", False):
+    if getattr(now.runner.config, "use_cache", False):
         for name in cache_names(type(now.runner).forward):
             if name in getattr(type(output), "__dataclass_fields__", ()) and output.get(name) is None:
                 output[name] = CACHE_NOT_FORMED

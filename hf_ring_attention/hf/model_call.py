@@ -7,7 +7,6 @@ correct the few modules that would take a rank's part for a row.
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..compute.private import calling_frame, checkpointing_of, implementation_of, remove_hooks, set_checkpointing
 from ..ring.operator import UNTRACEABLE, check_not_traced
@@ -37,7 +35,8 @@ from .forward_pass import (
 )
 from .graph import begin_in_graph, end_in_graph, fits_a_graph, in_graph
 from .join import joined_output, kept
-from .lm_loss import LossInSlices, cross_entropy, join_of_fields, loss_in_slices, next_labels, way_of_loss
+from .lm_loss import join_of_fields
+from .on_use import OnUse, Origin, hook_head
 from .registration import IMPLEMENTATION
 from .rows import by_name, check_places, cut, tokens_in, warn_of_temperatures, whole_positions
 from .support import has_next_token_loss
@@ -143,7 +142,7 @@ def _after_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[st
     now = forward_pass_of(runner.config)
     if now is None:
         return None
-    if module is runner and now.layout is not None and output is not None:
+    if module is runner and now.rows is not None and output is not None:
         output = joined_output(now, output)
     return end_call(now, kwargs, output) if now.module is module else output
 
@@ -205,42 +204,37 @@ def _checkpointed(checkpoint: Callable[..., Any], function: Callable[..., Any], 
 def _decide(now: ForwardPass, kwargs: dict[str, Any]) -> None:
     """Decides how the results of a call are joined, and changes its arguments for it."""
     module, ring, rows, of_slice = now.module, now.ring, now.rows, now.call.of_slice
-    labels, fused = kwargs.get("labels"), kwargs.get("fused_lm_head")
-    if running().head is not None:
-        now.parts = True  # The caller watches the head, and computes with the parts.
+    labels = any(kwargs.get(name) is not None for name in ("labels", "shift_labels"))
+    if kwargs.get("fused_lm_head"):
+        if labels and now.layout is not None:
+            assert ring is not None and rows is not None
+            now.join_last, now.join_result = lambda part: part, join_of_fields(rows, ring, kwargs)
         return
-    if fused and now.layout is not None and labels is not None:
-        assert ring is not None and rows is not None
-        now.parts, now.join_result = True, join_of_fields(rows, ring, kwargs)
+    head = module.get_output_embeddings()
+    if rows is None or (head is None and not running().on_use):
         return
-    if (ring is None and of_slice is None) or rows is None or fused:
-        return
-    decision = way_of_loss(module, kwargs, (rows.batch, rows.length))
-    if labels is not None and ring is not None and ring.rank == 0:
-        where = "in slices, on each rank's part of the rows" if decision.choice == "slices" else "from whole rows"
-        warn_once(f"{type(module).__name__} computes its loss {where}, because {decision.reason}", logging.INFO)
-    if decision.choice == "slices":
-        loss = LossInSlices(module, next_labels(kwargs), rows, ring, of_slice or cross_entropy)
-        loss.watch()
-        module.loss_function = loss_in_slices
-        now.parts, now.head, now.join_result = True, loss, loss.joined_result
-    elif of_slice is not None:
-        raise NotImplementedError(f"a loss in slices of tokens cannot be computed: {decision.reason}")
-    elif now.layout is not None and labels is None and module.get_output_embeddings() is not None:
+    if running().on_use or (labels and (ring is not None or of_slice is not None)):
+        now.origin = Origin(type(module).__name__, rows, ring or Ring.alone(), of_slice)
+        now.join_last = partial(OnUse.of_hidden, origin=now.origin)
+        if head is not None:
+            hook_head(head)
+    elif now.layout is not None and not labels:
         _keep_few(now, rows, kwargs)
 
 
 def _keep_few(now: ForwardPass, rows: WholeRows, kwargs: dict[str, Any]) -> None:
     """Has the hidden states joined only at tokens whose logits are kept, and warns of large logits."""
-    keep, count = kwargs.get("logits_to_keep"), rows.length
+    given, count, ring = kwargs.get("logits_to_keep"), rows.length, now.ring
+    assert ring is not None
     if "logits_to_keep" in inspect.signature(now.module.forward).parameters:
-        numbers = torch.arange(rows.length)
-        if isinstance(keep, int) and not isinstance(keep, bool) and keep > 0:
-            now.keep = numbers[-keep:]
-        elif isinstance(keep, Tensor) and keep.dim() == 1 and keep.dtype in (torch.int32, torch.int64):
-            now.keep = numbers[keep.cpu()]
-        if now.keep is not None:
-            kwargs["logits_to_keep"], count = 0, len(now.keep)
+        numbers, keep = torch.arange(rows.length), None
+        if isinstance(given, int) and not isinstance(given, bool) and given > 0:
+            keep = numbers[-given:]
+        elif isinstance(given, Tensor) and given.dim() == 1 and given.dtype in (torch.int32, torch.int64):
+            keep = numbers[given.cpu()]
+        if keep is not None:
+            now.join_last = partial(kept, rows=rows, ring=ring, tokens=keep)
+            kwargs["logits_to_keep"], count = 0, len(keep)
     size = rows.batch * count * getattr(now.runner.config, "vocab_size", 0) * 4
     if size > _LARGE_LOGITS:
         warn_once(
@@ -257,16 +251,15 @@ def end_call(now: ForwardPass, kwargs: dict[str, Any], output: Any) -> Any:
     set_forward_pass(now.outer)
     _set_running(now, False)
     now.frame = None
-    if now.head is not None:
-        now.head.unwatch()
-        now.module.loss_function = ForCausalLMLoss
     if output is None:  # The forward pass raised an error, which must not be replaced.
         return None
     _check_attended(now, output)
-    if now.join_result is None:
-        return output
-    result = now.join_result(output)
-    return result if result is not None else now.module(**kwargs, **{CALL: now.call})
+    if now.call.of_slice is not None and not (now.origin is not None and now.origin.sliced):
+        raise NotImplementedError(
+            f"{type(now.module).__name__} computes no cross entropy of its logits, so a loss in slices of tokens cannot take "
+            f"its place"
+        )
+    return output if now.join_result is None else now.join_result(output)
 
 
 def _check_attended(now: ForwardPass, output: Any) -> None:

@@ -161,9 +161,9 @@ def check_predicts_next(model: PreTrainedModel, caller: str) -> None:
 
 
 def has_next_token_loss(model: PreTrainedModel) -> bool:
-    """Returns whether a model has an output layer, and computes its loss by `loss_function`, which shifts labels."""
-    if model.get_output_embeddings() is None:
-        return False
-    forwards = [inspect.unwrap(vars(kind)["forward"]) for kind in type(model).__mro__ if "forward" in vars(kind)]
-    codes = (getattr(forward, "__code__", None) for forward in forwards)
-    return any("loss_function" in getattr(code, "co_names", ()) for code in codes)
+    """Returns whether Transformers' own forward of a model passes its labels to `loss_function`, which shifts them."""
+    own = next(vars(kind)["forward"] for kind in type(model).__mro__ if "forward" in vars(kind))
+    forward = inspect.unwrap(own)
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
+    of_transformers = forward.__module__.startswith("transformers.models.") and "forward" not in vars(model)
+    return model.get_output_embeddings() is not None and of_transformers and "loss_function" in names

@@ -108,6 +108,10 @@ def runner_of(model: PreTrainedModel) -> PreTrainedModel:
     """Returns the module that every forward pass over tokens runs and that makes the masks; some heads skip the base model."""
     base: Any = model.base_model
     runner: PreTrainedModel = base.get_decoder() if hasattr(base, "get_decoder") else base
+    if runner is model and model.get_output_embeddings() is not None:
+        # Some text models of larger models have the name of a part that only these have (`base_model_prefix`).
+        inner = (x for x in model.children() if isinstance(x, PreTrainedModel) and x.config is model.config)
+        return next(inner, model)
     return runner
 
 

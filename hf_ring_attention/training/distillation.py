@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..hf.config import warn_once
-from ..hf.forward_pass import CALL, Call, Head, exact_attention
-from ..hf.heads import watched
+from ..hf.forward_pass import CALL, Call, Head, exact_attention, running_with
 from ..hf.lm_loss import IGNORED
+from ..hf.on_use import hook_head, values_of
 from ..hf.support import check_predicts_next
 from ..hf.wrappers import attachment_of, evaluating, unwrapped, whole_model, wrapped_modules
 
@@ -41,7 +41,7 @@ def distillation_loss(
     Raises:
         ValueError: a model that `patch_model` has not patched, that does not predict next tokens, or that has virtual tokens
             of PEFT; or a batch without labels.
-        NotImplementedError: a model that changes its logits in a way that its config does not name.
+        NotImplementedError: a model that computes with its logits beyond each number, such as a softmax of its own.
 
     Example:
         >>> model, ids = ra.patch_model(tiny_llama(), "window:4+2"), torch.arange(1, 33)[None]
@@ -78,13 +78,18 @@ def _peft_of(model: nn.Module) -> Any:
 
 def _hidden_of_teacher(model: nn.Module, inner: PreTrainedModel, inputs: Mapping[str, Any]) -> Tensor:
     """Returns [B, n local, width] the last hidden states of a model under exact attention, without adapters and dropout."""
-    watching = watched(inner.get_output_embeddings())
-    with exact_attention(model), _without_adapters(model), evaluating(inner), watching as call:
-        model(**inputs)
-    if call.hidden is None:
-        reason = call.unsuited or "does not call its output layer"
-        raise NotImplementedError(f"{type(inner).__name__} {reason}, so the teacher has no hidden states")
-    return call.hidden
+    head = inner.get_output_embeddings()
+    if head is not None:
+        hook_head(head)
+    with exact_attention(model), _without_adapters(model), evaluating(inner), running_with(on_use=True):
+        output = model(**inputs)
+    found = values_of(output["logits"] if isinstance(output, Mapping) else output[0])
+    if found is None:
+        raise NotImplementedError(
+            f"distillation_loss: {type(inner).__name__} computes with its logits beyond each number, so they cannot be formed "
+            f"in slices"
+        )
+    return found.part
 
 
 def _divergence(model: nn.Module, teacher: Tensor, head: Head, hidden: Tensor, labels: Tensor, place: slice) -> Tensor:

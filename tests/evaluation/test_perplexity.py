@@ -168,7 +168,7 @@ def test_threads_score_one_model():
 
     in_threads(work, 4)
     output = model.get_output_embeddings()
-    assert not (output._forward_pre_hooks or output._forward_hooks)
+    assert len(output._forward_pre_hooks) == len(output._forward_hooks) == 1
 
 
 # ---- refusals

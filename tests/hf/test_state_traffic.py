@@ -8,8 +8,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import hf_ring_attention as ra
 from hf_ring_attention.cost.models import attention_of_model
-from hf_ring_attention.hf.heads import watched
+from hf_ring_attention.hf.forward_pass import running_with
 from hf_ring_attention.hf.hybrid_types import MIXERS
+from hf_ring_attention.hf.on_use import values_of
 from hf_ring_attention.hybrids import states
 from hf_ring_attention.plan.choices import decide_call
 from hf_ring_attention.plan.problem import Problem
@@ -72,8 +73,9 @@ def rows(length):
 
 def logits_of_a_part(model, ids, positions):
     """Those of this rank's tokens, so that nothing is joined behind the decoder."""
-    with watched(None):
-        return model(ids, position_ids=positions, use_cache=False).logits
+    with running_with(on_use=True):
+        values = values_of(model(ids, position_ids=positions, use_cache=False).logits)
+    return values.of_states(values.part)
 
 
 @pytest.mark.drawn

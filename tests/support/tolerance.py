@@ -47,8 +47,8 @@ class _Float64ForFloat32(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in (Tensor.backward, torch.autograd.backward, torch.autograd.grad):
-            # Backward may compute layers again, and this mode is off inside of calls.
+        if func in (Tensor.backward, torch.autograd.backward, torch.autograd.grad, torch.nn.functional.cross_entropy):
+            # Backward may compute layers again, and a loss its logits; this mode is off inside of calls.
             with _Float64ForFloat32InOperations():
                 return func(*args, **kwargs)
         if func is Tensor.float:
