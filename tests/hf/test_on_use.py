@@ -1,0 +1,526 @@
+"""Losses and logits of models with a forward of the user's own are those of stock, and logits are formed when they are used."""
+
+import contextlib
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
+    CohereConfig,
+    Gemma2Config,
+    GraniteConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+)
+from transformers.modeling_outputs import CausalLMOutput
+
+import hf_ring_attention as ra
+from hf_ring_attention.hf.config import warn_once
+from hf_ring_attention.hf.on_use import OnUse, Values
+from hf_ring_attention.hf.wrappers import runner_of
+from tests.support.probe import batch
+from tests.support.ranks import on_ranks, run_ranks
+from tests.support.threads import in_threads
+from tests.support.tiny_models import CAUSAL_TYPES, NOT_BUILT, tiny_config, tiny_model
+from tests.support.tolerance import EXACT, allowed, assert_exact, distance, float64
+
+VOCAB, WIDTH, LENGTH = 97, 32, 21
+SIZES = {"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
+WARNING = "the logits of whole rows were used, so every rank forms them: 0.000 GiB"
+in_float64 = pytest.mark.usefixtures("in_float64")
+
+
+class Own(LlamaForCausalLM):
+    """A model with a forward of the user's own, by `loss_of(model, hidden, labels)`."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.scale, self.bias = nn.Parameter(torch.tensor(1.02)), nn.Parameter(torch.linspace(-1, 1, VOCAB))
+        self.second = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB))
+
+    def forward(self, input_ids=None, labels=None, num_items_in_batch=None, **kwargs):
+        hidden = self.model(input_ids=input_ids, use_cache=False).last_hidden_state
+        loss, logits = self.loss_of(self, hidden, labels, num_items_in_batch)
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+def following(model, logits, labels, items=None):
+    return model.loss_function(logits=logits, labels=labels, vocab_size=VOCAB, num_items_in_batch=items)
+
+
+def rolled(model, hidden, labels, items):
+    logits = model.lm_head(hidden)
+    return following(model, logits, labels, items) + 0.3 * following(model, logits, labels.roll(-1, 1), items), logits
+
+
+def two_heads(model, hidden, labels, items):
+    logits = model.lm_head(hidden)
+    loss = following(model, logits, labels, items) + following(model, model.second(hidden), labels.roll(-1, 1), items)
+    return loss + following(model, model.lm_head(hidden * 2), labels, items), logits
+
+
+def masked_in_forward(model, hidden, labels, items):
+    logits = model.lm_head(hidden)
+    return following(model, logits, labels.masked_fill(labels % 3 == 0, -100)), logits
+
+
+def own_cross_entropy(model, hidden, labels, items):
+    logits = model.lm_head(hidden)
+    shifted, following = logits[..., :-1, :].contiguous(), labels[..., 1:].contiguous()
+    return nn.CrossEntropyLoss(label_smoothing=0.1)(shifted.view(-1, VOCAB), following.view(-1)), logits
+
+
+def trained_temperature(model, hidden, labels, items):
+    logits = model.lm_head(hidden) * model.scale.exp() + model.bias
+    logits = logits.masked_fill(torch.arange(VOCAB) == 5, -30.0)
+    logits.div_(1.5)
+    return following(model, logits, labels, items), logits
+
+
+def term_of_hidden_states(model, hidden, labels, items):
+    logits = model.lm_head(hidden)
+    return following(model, logits, labels, items) + (hidden * torch.linspace(0, 1, WIDTH)).pow(3).mean(), logits
+
+
+def term_of_logits(model, hidden, labels, items):
+    logits = model.lm_head(hidden)
+    return following(model, logits, labels, items) + 0.01 * logits.logsumexp(-1).pow(2).mean(), logits
+
+
+def scaled_by_confidence(model, hidden, labels, items):
+    logits = model.lm_head(hidden)
+    with torch.no_grad():
+        share = (logits.max(-1).values > 1).double().mean()
+        target = logits / 2  # A value that was computed without gradients stays one.
+    return following(model, logits, labels, items) * share + F.mse_loss(logits, target), logits
+
+
+def masked_in_place(model, hidden, labels, items):
+    logits = model.lm_head(hidden)
+    logits[..., 5] = -30.0
+    return following(model, logits.mul_(0.5), labels, items), logits
+
+
+def rows_that_look_ahead(model, hidden, labels, items):
+    logits = model.lm_head(hidden + hidden.roll(-1, 1))
+    return following(model, logits, labels, items), logits
+
+
+class _Product(torch.autograd.Function):
+    """Computes without announcing its operations, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return (x @ weight.mT).square().sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        of_product = 2 * grad * (x @ weight.mT)
+        return of_product @ weight, of_product.flatten(0, 1).mT @ x.flatten(0, 1)
+
+
+def own_function(model, hidden, labels, items):
+    logits = model.lm_head(hidden)
+    loss = _Product.apply(hidden, model.lm_head.weight) + _Product.apply(logits, torch.eye(VOCAB))
+    return following(model, logits, labels, items) + 1e-3 * loss, logits
+
+
+#: Whether the logits of whole rows are formed.
+FORWARDS = {
+    rolled: False,
+    two_heads: False,
+    masked_in_forward: False,
+    own_cross_entropy: False,
+    trained_temperature: False,
+    term_of_hidden_states: False,
+    rows_that_look_ahead: False,
+    term_of_logits: True,
+    scaled_by_confidence: True,
+    masked_in_place: True,
+    own_function: True,
+}
+
+
+def larger(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)
+    return model
+
+
+def own_model(loss_of):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = larger(Own._from_config(LlamaConfig(**SIZES), attn_implementation="eager")).eval()
+    model.loss_of = loss_of
+    return model
+
+
+def tokens(kind="labels"):
+    ids = torch.randint(3, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    labels = ids.masked_fill(torch.arange(LENGTH) < torch.tensor([[9], [0]]), -100)
+    return {"input_ids": ids, "labels": labels if kind == "labels" else torch.full_like(ids, -100)}
+
+
+def step(model, inputs):
+    """The loss of a call, its logits, which all ranks form together, and the gradients."""
+    model.zero_grad()
+    output = model(**inputs)
+    logits = torch.stack([output.logits])[0].detach() if inputs.pop("with_logits", False) else None
+    output.loss.backward()
+    return output.loss.detach(), logits, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def averaged(ring, gradients):
+    return {name: torch.stack(ring.gather(x)).mean(0) for name, x in gradients.items()}
+
+
+def assert_same(found, expected):
+    loss, _, gradients = found
+    assert_exact(loss, expected[0])
+    assert gradients.keys() == expected[2].keys()
+    most = max(float(x.abs().max()) for x in expected[2].values())
+    for name, x in expected[2].items():
+        assert float((gradients[name] - x).abs().max()) <= EXACT * max(most, 1e-300), name
+
+
+def over_rings(make, inputs, check):
+    """Runs a step on one process and on two simulated ranks; gradients are averaged as DDP does."""
+
+    def work(ring, model):
+        loss, logits, gradients = step(model, dict(inputs))
+        return loss, logits, averaged(ring, gradients)
+
+    for world_size in (1, 2):
+        for found in on_ranks(work, make, world_size):
+            check(found)
+
+
+@in_float64
+@pytest.mark.parametrize("loss_of", FORWARDS, ids=lambda x: x.__name__)
+def test_a_forward_of_the_users_own(loss_of, caplog):
+    """Loss and all gradients are those of stock, and logits of whole rows are formed where they are used."""
+    warn_once.cache_clear()
+    expected = step(own_model(loss_of), tokens())
+    assert expected[2] and float(expected[0]) > 1
+    over_rings(lambda: own_model(loss_of), tokens(), lambda found: assert_same(found, expected))
+    assert caplog.text.count(WARNING) == FORWARDS[loss_of]
+
+
+@in_float64
+@pytest.mark.parametrize("items", [None, 0])
+@pytest.mark.parametrize("loss_of", [rolled, trained_temperature, term_of_logits], ids=lambda x: x.__name__)
+def test_a_step_without_labels_changes_no_weight(loss_of, items):
+    """A mean of no losses is NaN, and the gradient of each token's loss is 0, as in torch's cross entropy."""
+    inputs = tokens("none") | {"num_items_in_batch": None if items is None else torch.tensor(items)}
+    expected = step(own_model(loss_of), inputs)
+    assert expected[0].isnan() and all(x.isfinite().all() for x in expected[2].values())
+
+    def check(found):
+        assert found[0].isnan()
+        for name, x in expected[2].items():
+            assert torch.allclose(found[2][name], x, rtol=1e-9, atol=1e-14), name
+
+    over_rings(lambda: own_model(loss_of), inputs, check)
+
+
+@in_float64
+def test_training_goes_on_behind_a_step_without_labels():
+    """With the same loop and weights as stock."""
+
+    def train(model, ring=None):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for kind in ("labels", "none", "labels"):
+            _, _, gradients = step(model, tokens(kind))
+            for name, x in (gradients if ring is None else averaged(ring, gradients)).items():
+                model.get_parameter(name).grad = x
+            optimizer.step()
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    def make():
+        return own_model(rolled)
+
+    expected = train(make())
+    assert expected.isfinite().all()
+    for world_size in (1, 2):
+        for found in on_ranks(lambda ring, model: train(model, ring), make, world_size):
+            assert distance(found, expected) <= 1e-7  # Adam divides small gradients by their size.
+
+
+def with_two_losses(model):
+    """The model, whose forward of the user's own computes two losses from the logits of Transformers' forward."""
+
+    def forward(self, *args, labels=None, **kwargs):
+        output = kind.forward(self, *args, **kwargs)
+        width = output.logits.shape[-1]
+        losses = [
+            self.loss_function(logits=output.logits, labels=x, vocab_size=width) for x in (labels, labels.roll(-1, 1))
+        ]
+        output.loss = losses[0] + 0.3 * losses[1]
+        return output
+
+    kind = type(model)
+    model.__class__ = type(f"Own{kind.__name__}", (kind,), {"forward": forward, "__module__": __name__})
+    return model
+
+
+@in_float64
+@pytest.mark.drawn(8)
+@pytest.mark.parametrize("model_type", CAUSAL_TYPES)
+def test_every_type_with_two_losses(model_type):
+    """On one process and on a ring of 2, whatever the model does to its logits."""
+    known = {x.model_type: x for x in ra.supported_models()}.get(model_type)
+    if model_type in NOT_BUILT or known is None or known.status != "supported":
+        pytest.skip("ring_dilated does not compute this type")
+    inputs, labels = batch("plain")
+    call = {"input_ids": inputs["input_ids"], "labels": labels, "use_cache": False}
+    expected = step(with_two_losses(tiny_model(model_type, "eager")), dict(call))
+    sizes = (1, 2) if known.ring else (1,)
+    for world_size in sizes:
+
+        def work(ring, model):
+            loss, _, gradients = step(model, dict(call))
+            return loss, None, averaged(ring, gradients)
+
+        for found in on_ranks(work, lambda: with_two_losses(tiny_model(model_type, "eager")), world_size):
+            assert_same(found, expected)
+
+
+@pytest.mark.parametrize("model_type", CAUSAL_TYPES)
+def test_the_decoder_never_holds_the_output_layer(model_type):
+    if model_type in NOT_BUILT:
+        pytest.skip(NOT_BUILT[model_type])
+    with torch.device("meta"):  # Weights take time.
+        model = AutoModelForCausalLM.from_config(tiny_config(model_type))
+    head, known = model.get_output_embeddings(), {x.model_type: x for x in ra.supported_models()}[model_type]
+    if known.status == "supported" and head is not None:
+        assert all(module is not head for module in runner_of(model).modules())
+
+
+@in_float64
+@pytest.mark.parametrize("model_type", ["llama4_text", "mllama"])
+def test_text_models_of_larger_models(model_type):
+    """Their `base_model_prefix` names a part that only the larger model has."""
+    inputs, labels = batch("plain")
+    for changes in ({"labels": labels}, {"labels": labels, "logits_to_keep": 20}, {"logits_to_keep": 1}):
+        call = {"input_ids": inputs["input_ids"], "use_cache": False, **changes}
+        with torch.no_grad():
+            expected = tiny_model(model_type, "eager")(**call)
+
+        def work(ring, model, call=call):
+            with torch.no_grad():
+                output = model(**call)
+                return output.loss, torch.stack([output.logits])[0]
+
+        for loss, logits in on_ranks(work, lambda: tiny_model(model_type, "eager")):
+            assert logits.shape == expected.logits.shape
+            assert_exact(logits, expected.logits)
+            if loss is not None:
+                assert_exact(loss, expected.loss)
+
+
+# ---- scales, caps and dtypes
+
+
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES),
+    "granite": GraniteConfig(**SIZES, logits_scaling=8.0),
+    "cohere": CohereConfig(**SIZES, logit_scale=0.3),
+    "gemma2": Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=5.0),
+}
+
+
+@pytest.mark.own_dtypes
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_scales_and_caps_in_any_dtype(name, dtype):
+    """Slices apply what the model applies, and lose no more than stock does."""
+
+    def make(kind=dtype):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return larger(
+                AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name]), attn_implementation="eager")
+            ).to(kind)
+
+    right, stock = (step(make(x), tokens() | {"with_logits": True}) for x in (torch.float64, dtype))
+    error = allowed(distance(stock[1], right[1]))
+
+    def check(found):
+        assert found[0].dtype == torch.float32
+        assert abs(float(found[0] / right[0]) - 1) <= error
+        for parameter, x in right[2].items():
+            most = allowed(distance(stock[2][parameter], x))
+            assert found[2][parameter].dtype == stock[2][parameter].dtype
+            assert distance(found[2][parameter], x) <= most, parameter
+
+    over_rings(make, tokens(), check)
+
+
+def test_a_head_of_layers_stays_in_parts(caplog):
+    """BERT's head has a layer and a norm before its output layer."""
+    warn_once.cache_clear()
+    config = BertConfig(**{k: v for k, v in SIZES.items() if k != "num_key_value_heads"}, is_decoder=True)
+
+    def make():
+        torch.manual_seed(0)
+        return BertLMHeadModel._from_config(config, attn_implementation="eager").eval()
+
+    with float64():
+        expected = step(make(), tokens())
+        over_rings(make, tokens(), lambda found: assert_same(found, expected))
+    assert WARNING not in caplog.text
+
+
+@pytest.mark.own_dtypes
+def test_logits_are_formed_under_the_autocast_of_the_call():
+    """OPT's last projection has 16 bits under autocast."""
+    config = OPTConfig(vocab_size=VOCAB, hidden_size=WIDTH, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4)
+    config.word_embed_proj_dim = 16
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = model(**tokens()).logits
+        output = ra.patch_model(model, "exact", ring=ra.Ring.alone())(**tokens())
+    logits = torch.stack([output.logits])[0]
+    assert logits.dtype == expected.dtype == torch.bfloat16
+    assert distance(logits, expected) <= allowed(torch.finfo(torch.bfloat16).eps)
+
+
+# ---- uses of logits
+
+
+@in_float64
+def test_logits_serve_as_a_tensor_does(caplog):
+    warn_once.cache_clear()
+    expected = step(own_model(rolled), tokens() | {"with_logits": True})[1]
+
+    def work(ring, model):
+        with torch.no_grad():
+            logits = model(**tokens()).logits
+        sent = ring.traffic().sent_bytes
+        assert isinstance(logits, OnUse) and "OnUse" in repr(logits)
+        assert logits.shape == expected.shape and logits.dim() == 3 and len(logits) == 2 and not logits.requires_grad
+        assert logits.dtype == expected.dtype and logits.float().dtype == torch.float64  # in this mode
+        assert ring.traffic().sent_bytes == sent
+        uses = [
+            logits.numpy(),
+            logits.tolist(),
+            copy.deepcopy(logits),
+            pickle.loads(pickle.dumps(logits)),
+            logits.cpu(),
+        ]
+        once = ring.traffic().sent_bytes
+        uses += [torch.stack([logits[:, 3:5]])[0], logits.argmax(-1), torch.stack([(2 - logits) / 2])[0]]
+        assert once > sent
+        return uses
+
+    for arrays in on_ranks(work, lambda: own_model(rolled)):
+        for x in arrays[:5]:
+            assert_exact(torch.as_tensor(x), expected)
+        assert_exact(arrays[5], expected[:, 3:5])
+        assert torch.equal(arrays[6], expected.argmax(-1))
+        assert_exact(arrays[7], (2 - expected) / 2)
+    assert caplog.text.count(WARNING) == 1
+
+
+@in_float64
+def test_a_loss_of_the_caller_is_computed_in_slices(monkeypatch):
+    """Logits of a call with labels, in a loss behind the call; none are formed."""
+    formed = []
+    monkeypatch.setattr(Values, "of_rows", lambda *args: formed.append(args))
+    ids = tokens()["input_ids"]
+
+    def loss_of(model):
+        logits = model(**tokens()).logits
+        return F.cross_entropy(logits[:, :-1].reshape(-1, VOCAB) / 0.7, ids[:, 1:].reshape(-1), reduction="sum")
+
+    expected = loss_of(own_model(rolled))
+    for found in on_ranks(lambda ring, model: loss_of(model).detach(), lambda: own_model(rolled)):
+        assert_exact(found, expected.detach())
+    assert not formed
+
+
+@in_float64
+def test_logits_of_other_weights_are_refused():
+    model = ra.patch_model(own_model(rolled), "exact", ring=ra.Ring.alone())
+    output = model(**tokens())
+    kept = output.logits.detach()
+    output.loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with pytest.raises(
+        RuntimeError, match=r"Own: its weights have changed since .* use logits before the optimizer's step"
+    ):
+        kept.argmax(-1)
+    assert kept.content.part.grad_fn is None, "logits that are kept keep no graph"
+
+
+@in_float64
+def test_tuples_have_the_entries_of_one_device():
+    for train in (False, True):
+        expected = own_llama().train(train)(**tokens(), return_dict=False)
+
+        def work(ring, model, train=train):
+            return len(model.train(train)(**tokens(), return_dict=False))
+
+        assert on_ranks(work, own_llama) == [len(expected)] * 2
+
+
+def own_llama():
+    torch.manual_seed(0)
+    return larger(LlamaForCausalLM._from_config(LlamaConfig(**SIZES), attn_implementation="eager")).eval()
+
+
+def test_one_model_in_several_threads():
+    with float64():
+        model = ra.patch_model(own_model(rolled), "exact", ring=ra.Ring.alone())
+        expected = model(**tokens()).loss.item()
+
+    def work(number):
+        with float64(), torch.no_grad() if number % 2 else contextlib.nullcontext():
+            for _ in range(10):
+                assert model(**tokens()).loss.item() == pytest.approx(expected, rel=EXACT)
+
+    in_threads(work, 4)
+
+
+@pytest.mark.own_dtypes
+def test_losses_of_liger():
+    """Its fused loss reads hidden states and the weight of the output layer, in Triton's interpreter."""
+    pytest.importorskip("liger_kernel")
+    run_ranks(_with_liger, 2)
+
+
+def _with_liger(rank):
+    from liger_kernel.transformers.model.llama import lce_forward
+
+    expected, right = step(own_llama(), tokens()), step(own_llama().double(), tokens())
+    ring = ra.Ring()
+    model = ra.patch_model(own_llama(), "exact", ring=ring)
+    model.forward = lce_forward.__get__(model)
+    loss, _, gradients = step(model, tokens())
+    for name, x in averaged(ring, gradients).items():
+        assert distance(x, right[2][name]) <= allowed(distance(expected[2][name], right[2][name])), name
+    assert abs(float(loss / right[0]) - 1) <= allowed(abs(float(expected[0] / right[0]) - 1))
+
+
+def test_heads_that_compute_with_other_tokens_are_refused():
+    class Pooled(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).mean(1)
+
+    model = ra.patch_model(own_llama(), "exact", ring=ra.Ring.alone())
+    model.lm_head = Pooled(WIDTH, VOCAB)
+    with pytest.raises(NotImplementedError, match="Pooled is no output layer: it makes no logits of each token"):
+        model(**tokens())
