@@ -69,11 +69,12 @@ PROBED: dict[str, dict[str, tuple[str, ...]]] = {
     "transformers.Trainer": {"transformers.Trainer": ("_get_dataloader", "_get_grad_norm")},
     "accelerate": {
         "accelerate.Accelerator": ("_prepare_deepspeed", "_prepare_device_mesh"),
-        "accelerate.Accelerator.__init__": ("_models",),
+        "accelerate.Accelerator.__init__": ("_dataloaders", "_models", "_schedulers"),
         "accelerate.Accelerator.prepare_data_loader": ("_is_accelerate_prepared",),
     },
     "deepspeed": {"deepspeed.utils.set_z3_leaf_module": ("_z3_leaf",)},
     "trl": {"GRPOTrainer": ("_generate_single_turn",)},
+    "trl.DPOTrainer": {"trl.DPOTrainer.__init__": ("_precompute_model_hash", "_precompute_ref_logps")},
     "lm_eval": {"HFLM": ("_loglikelihood_tokens", "_model_call", "_model_generate")},
 }
 
@@ -260,6 +261,13 @@ def prepared_models(accelerator: Any) -> list[Any]:
     return list(accelerator._models)
 
 
+def divided_among_processes(accelerator: Any) -> bool:
+    """Returns whether an accelerator has prepared loaders, or schedules of DeepSpeed, by its number of processes."""
+    check("accelerate")
+    schedules = {type(schedule).__name__ for schedule in accelerator._schedulers}
+    return bool(accelerator._dataloaders) or "DeepSpeedSchedulerWrapper" in schedules
+
+
 def is_prepared(loader: Any) -> bool:
     """Returns whether Accelerate has prepared a data loader, or treats it as prepared."""
     check("accelerate")
@@ -267,10 +275,12 @@ def is_prepared(loader: Any) -> bool:
 
 
 def check_trl(trainer_class: Any) -> None:
-    """Raises ImportError if a Trainer of TRL that generates lacks a private name that `training/trainer.py` overrides."""
+    """Raises ImportError if a Trainer of TRL lacks a private name that `training/trainer.py` overrides."""
     for kind in trainer_class.__mro__:
         if kind.__name__ in ("GRPOTrainer", "RLOOTrainer"):
             check("trl", {"GRPOTrainer": kind})
+        if kind.__name__ in ("DPOTrainer", "KTOTrainer"):
+            check("trl.DPOTrainer", {"trl.DPOTrainer.__init__": kind.__init__})
 
 
 check("torch")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..compute.private import prepared_models
+from ..compute.private import divided_among_processes, prepared_models
 from ..transport.agreement import agreement
 from ..transport.communicators import ProcessGroupCommunicator
 
@@ -141,6 +141,9 @@ def _wrong_accelerator(accelerator: Any, size: int | None, rings: DeviceMesh | N
             f"accelerator.prepare has prepared a model with cp_size={cp_size}, so its layers drop their masks: make the ring "
             f"first"
         )
+    before, world_size = accelerator.num_processes, accelerator.state.num_processes
+    if size is not None and before != world_size // size and divided_among_processes(accelerator):
+        return f"accelerator.prepare has divided loaders or DeepSpeed's schedule among {before} processes: make the ring first"
     for name in ("dispatch_batches", "split_batches"):
         if getattr(loading, name):
             return f"the accelerator has {name}=True, so ranks of a ring would get different rows: leave it out"

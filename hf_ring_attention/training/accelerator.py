@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import recursively_apply
+from accelerate.utils import DummyScheduler, recursively_apply
+from torch import Tensor
 from torch.utils.data import SequentialSampler
 
 from ..compute.private import check
@@ -47,9 +49,31 @@ class RingAccelerator(Accelerator):
     def _prepare_device_mesh(self) -> None:
         """Returns no mesh: the two numbers above say which rows a process reads."""
 
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last process of all; it is true for one process."""
+        return bool(self.state.is_last_process)
+
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Any:
+        """Divides inputs among rings: a context, which gives the ranks of a ring the same part."""
+        return PartialState.split_between_processes(self, inputs, apply_padding)
+
+    @contextmanager
+    def profile(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Profiles as Accelerate does; each process writes its own trace."""
+        with self._counting(processes=False), super().profile(*args, **kwargs) as profiler:
+            yield profiler
+            self._counts_processes = True  # The name of the trace has the number of the process.
+
     def _prepare_deepspeed(self, *args: Any) -> Any:
+        objects = [copy(x) if isinstance(x, DummyScheduler) else x for x in args]
+        for schedule in objects:
+            if isinstance(schedule, DummyScheduler) and schedule.total_num_steps is not None:
+                schedule.total_num_steps *= self.ring.world_size  # Accelerate divides it by the number of processes.
         with self._counting(processes=True):  # DeepSpeed computes its batch from their number.
-            return super()._prepare_deepspeed(*args)
+            prepared = super()._prepare_deepspeed(*objects)
+        self.step_schedules_by_rings()
+        return prepared
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
         """Prepares a loader whose rows are divided among rings, also while DeepSpeed counts processes."""
@@ -70,10 +94,15 @@ class RingAccelerator(Accelerator):
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepares a schedule that steps once for each ring."""
         prepared = super().prepare_scheduler(scheduler)
-        if type(prepared) is AcceleratedScheduler:
-            prepared.__class__ = _RingScheduler
-            prepared.rings = self.ring.dp_size
+        self.step_schedules_by_rings()
         return prepared
+
+    def step_schedules_by_rings(self) -> None:
+        """Makes the schedules that were prepared step once for each ring; DeepSpeed steps its own once for each step."""
+        for schedule in self._schedulers:
+            if type(schedule) in (AcceleratedScheduler, _RingScheduler):
+                schedule.__class__ = _RingScheduler
+                schedule.rings = self.ring.dp_size
 
     def gather(self, tensor: Any) -> Any:
         """Gathers tensors of all rings, one behind the other; the results of a ring's ranks are the same."""
@@ -93,12 +122,20 @@ class RingAccelerator(Accelerator):
         return super().gather_for_metrics(input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Reduces tensors over rings: a sum has the tensors of each ring once."""
-        reduced = super().reduce(tensor, reduction, scale)
+        """Reduces tensors over rings: a sum has the tensors of each ring once.
+
+        Where the ranks of a ring have different integers, such as the flag of `set_trigger`, the largest counts.
+        """
         if reduction != "sum" or self.ring.world_size == 1:
-            return reduced
-        size = self.ring.world_size
-        return recursively_apply(lambda x: x / size if x.is_floating_point() else x // size, reduced)
+            return super().reduce(tensor, reduction, scale)
+        add, gather, rings = super().reduce, super().gather, (self.ring.dp_size, self.ring.world_size)
+
+        def sum_of_rings(x: Tensor) -> Any:
+            if x.is_floating_point() or x.is_complex():
+                return add(x, reduction, scale) / self.ring.world_size
+            return gather(x[None]).unflatten(0, rings).amax(1).sum(0, dtype=x.dtype)
+
+        return recursively_apply(sum_of_rings, tensor, error_on_other_type=True)
 
 
 class _RingScheduler(AcceleratedScheduler):
@@ -134,3 +171,4 @@ def count_rings(accelerator: Any, ring: Ring) -> None:
     check("accelerate")
     accelerator.__class__ = RingAccelerator
     accelerator.ring = ring
+    accelerator.step_schedules_by_rings()

@@ -113,13 +113,13 @@ class RingTrainerMixin(_Trainer):
         self.ring_settings = {name: kwargs.pop(name) for name in self._SETTINGS if name in kwargs}
         self._step_loss: Tensor | float = 0.0
         self._told_not_finite = False
+        check_trl(type(self))
         super().__init__(*args, **kwargs)
         with self.ring.agreement("the set-up of a Trainer", everywhere=True):
-            error = _wrong_settings(self) or _count_rings_by_name(self, self.ring)
-            if error is not None:
-                raise error
+            _check_settings(self)
+            for user in (self, *vars(self).values()):  # some have helpers that gather
+                _count_rings_by_name(user, self.accelerator)
         self._patch_beside()
-        check_trl(type(self))
         if hasattr(super(), "_generate_single_turn"):
             # TRL has set a seed by process; the ranks of a ring draw the same numbers.
             set_seed(self.args.seed + self.ring.dp_rank)
@@ -150,22 +150,39 @@ class RingTrainerMixin(_Trainer):
             patch_model(self.model, ring=self.ring)
         steps = getattr(args, "steps_per_generation", None)
         if steps is not None and hasattr(args, "generation_batch_size"):  # TRL counted processes.
-            args.generation_batch_size = args.per_device_train_batch_size * self.ring.dp_size * steps
+            before, rows = args.generation_batch_size, args.per_device_train_batch_size * self.ring.dp_size * steps
+            args.generation_batch_size = rows
+            if rows != before and steps != args.gradient_accumulation_steps and args.process_index == 0:
+                warn_once(f"generation_batch_size is {rows}, not {before} (by processes): set steps_per_generation")
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Makes the model, and patches it."""
         return patch_model(super().call_model_init(trial), ring=self.ring)
 
     def _patch_beside(self) -> None:
-        """Gives the models that score beside the trained one the same ring; a reference model gets its pattern too."""
+        """Gives the models that score beside the trained one the same ring; its copies get its pattern too."""
+        copies = "ref_model", hasattr(self.args, "teacher_model_kind") and "teacher_model"  # of SDPO and SDFT
         settings = settings_of(unwrapped(self.model).config.get_text_config())
         for name in ("ref_model", "teacher_model"):
             model = unwrapped(getattr(self, name, None))
             if isinstance(model, PreTrainedModel):
                 own = settings_of(model.config.get_text_config())
-                if name == "ref_model" and settings is not None and own is None:
+                if name in copies and settings is not None and own is None:
                     use_settings(model.config, settings)
                 patch_model(model, ring=self.ring)
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        """Scores a data set by the reference under its pattern. TRL does it at set-up, and keeps the scores in a file."""
+        self._patch_beside()
+        trainer: Any = self
+        settings = settings_of(unwrapped(trainer.ref_model or self.model).config.get_text_config())
+        trainer._precompute_model_hash = f"{trainer._precompute_model_hash.split()[0]} {settings}"
+        return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
+
+    def add_callback(self, callback: Any) -> None:
+        """Adds a callback; one of TRL gathers from rings."""
+        super().add_callback(callback)
+        _count_rings_by_name(self.callback_handler.callbacks[-1], self.accelerator)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Returns the number of rows of an optimizer step in all rings."""
@@ -260,26 +277,33 @@ def _keep_attention_in(model: nn.Module) -> str | None:
     return reason
 
 
-def _wrong_settings(trainer: Any) -> ValueError | None:
-    """Returns the error of a Trainer whose settings mean something else over rings; None if all is right."""
+def _check_settings(trainer: Any) -> None:
+    """Raises ValueError for a Trainer whose settings mean something else over rings."""
     args, ring_size, model = trainer.args, trainer.ring.world_size, unwrapped(trainer.model)
     for name, value in vars(model.config.get_text_config()).items():
         if "drop" in name and "att" in name and isinstance(value, float) and value > 0:
-            return ValueError(
+            raise ValueError(
                 f"{type(model).__name__} has attention dropout ({name}={value}), and ring_dilated has none: set it to 0 in the "
                 f"config before the model is made"
             )
     cp_size = getattr(args.parallelism_config, "cp_size", 1)
     if cp_size not in (1, ring_size):
-        return ValueError(
+        raise ValueError(
             f"ring_size={ring_size} and cp_size={cp_size} of the parallelism_config name the same number: give one of them"
         )
-    generations, batch = getattr(trainer, "num_generations", None), getattr(args, "generation_batch_size", None)
-    if generations and batch and batch % generations:
-        return ValueError(
-            f"num_generations={generations} does not divide generation_batch_size={batch} of {trainer.ring.dp_size} rings: "
-            f"raise per_device_train_batch_size or steps_per_generation"
-        )
+    if getattr(args, "steps_per_generation", None) is not None:  # TRL has compared these with the number of processes.
+        rings, generations, batch = trainer.ring.dp_size, args.num_generations, args.generation_batch_size
+        if batch % generations:
+            raise ValueError(
+                f"num_generations={generations} does not divide generation_batch_size={batch} of {rings} rings: raise "
+                f"per_device_train_batch_size or steps_per_generation"
+            )
+        generations, batch = args.num_generations_eval or generations, args.per_device_eval_batch_size
+        if args.eval_strategy != "no" and batch * rings % generations:
+            raise ValueError(
+                f"num_generations={generations} of evaluations does not divide per_device_eval_batch_size={batch} times "
+                f"{rings} rings: raise per_device_eval_batch_size"
+            )
     over_ring = ring_size > 1
     rebalanced = args.world_size > 1 and getattr(args, "train_sampling_strategy", None) == "batch_rebalance"
     refused = {
@@ -290,25 +314,24 @@ def _wrong_settings(trainer: Any) -> ValueError | None:
     }
     for setting, reason in refused.items():
         if reason:
-            return ValueError(f"{setting} is not what it seems over a ring: {reason}: leave it out")
-    return None
+            raise ValueError(f"{setting} is not what it seems over a ring: {reason}: leave it out")
 
 
 #: The functions that gather from all processes; an accelerator's methods of these names count rings by themselves.
 _GATHER: dict[str, Any] = {"gather": gather, "gather_object": gather_object}
 
 
-def _count_rings_by_name(trainer: Any, ring: Ring) -> ValueError | None:
-    """Gives a Trainer of TRL copies of its methods that gather by name; returns the error of a method that is overridden.
+def _count_rings_by_name(user: Any, accelerator: Any) -> None:
+    """Gives a Trainer, helper or callback of TRL copies of its methods that gather by name; refuses one that is overridden.
 
-    The copies belong to this Trainer alone, and TRL stays as it is. TRL computes advantages from the rewards of all processes,
+    The copies belong to this object, and TRL stays as it is. TRL computes advantages from the rewards of all processes,
     which would count a ring's completions once for each of its ranks.
     """
     gather_rings = {
-        "gather": trainer.accelerator.gather,
-        "gather_object": lambda x: gather_object(x if ring.rank == 0 else []),
+        "gather": accelerator.gather,
+        "gather_object": lambda x: gather_object(x if accelerator.ring.rank == 0 else []),
     }
-    kinds = [kind for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")]
+    kinds = [kind for kind in type(user).__mro__ if kind.__module__.startswith("trl.")]
     for name, method, owner in [(*entry, kind) for kind in kinds for entry in vars(kind).items()]:
         if not isinstance(method, FunctionType):
             continue
@@ -317,16 +340,15 @@ def _count_rings_by_name(trainer: Any, ring: Ring) -> ValueError | None:
         own = {x: gather_rings[x] for x in called & _GATHER.keys() if function.__globals__.get(x) is _GATHER[x]}
         if not own:
             continue
-        if getattr(type(trainer), name) is not method:
-            return ValueError(
-                f"{type(trainer).__name__} overrides {name} of {owner.__name__}, which counts processes and not rings: rename "
+        if getattr(type(user), name) is not method:
+            raise ValueError(
+                f"{type(user).__name__} overrides {name} of {owner.__name__}, which counts processes and not rings: rename "
                 f"the override, or use one process for each sequence (ring_size=1)"
             )
         space, defaults = {**function.__globals__, **own}, function.__defaults__
         copy = FunctionType(function.__code__, space, function.__name__, defaults, function.__closure__)
         copy.__kwdefaults__ = function.__kwdefaults__
-        setattr(trainer, name, MethodType(copy, trainer))
-    return None
+        setattr(user, name, MethodType(copy, user))
 
 
 class RingTrainer(RingTrainerMixin, Trainer):

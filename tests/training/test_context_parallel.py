@@ -165,6 +165,7 @@ class WithMesh(Accelerator):
             parallelism_config=ParallelismConfig(**sizes) if sizes else None,
         )
         self.dataloader_config = DataLoaderConfiguration()
+        self._dataloaders, self._schedulers = [], []
 
 
 def rings_of_meshes(rank):

@@ -1,10 +1,12 @@
 """What a launcher started and what Accelerate prepared, against the ring that is made of it."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import ProfileKwargs
 from torch.utils.data import DataLoader
 from transformers import get_scheduler
 
@@ -75,6 +77,57 @@ def test_an_accelerator_counts_rings(programs):
     for rank, found in enumerate(programs.run(counted, 4, 2)):
         expected = {"numbers": (2, rank // 2), "seen": True, "rate": 0.75, "gather": [0, 2], "sum": [2, 4]}
         assert found == expected | {"names": ["ring 0", "ring 1"]}
+
+
+def differing(rank, folder):
+    """What an accelerator over two rings of two says where the ranks of a ring differ."""
+    process_environment(rank, 4)
+    accelerator = Accelerator()
+    ra.Ring.from_accelerator(accelerator, size=2)
+    if rank == 1:
+        accelerator.set_trigger()
+    found = {"trigger": [accelerator.check_trigger() for _ in range(2)], "last": accelerator.is_last_process}
+    flags = {"flag": torch.tensor(rank == 3, dtype=torch.int32), "counts": torch.tensor([[rank], [1]])}
+    sums = accelerator.reduce(flags)
+    found["dtype"], found["sums"] = sums["flag"].dtype, [sums["flag"].item(), sums["counts"].flatten().tolist()]
+    with accelerator.split_between_processes(["a", "b", "c"], apply_padding=True) as part:
+        found["part"] = part
+    with accelerator.profile(ProfileKwargs(activities=["cpu"], output_trace_dir=str(folder))):
+        torch.ones(2) + 1
+    return found | {"traces": len(os.listdir(folder)), "ring": accelerator.process_index}
+
+
+def test_ranks_of_a_ring_that_differ(tmp_path, programs):
+    for rank, found in enumerate(programs.run(differing, 4, tmp_path)):
+        expected = {"trigger": [True, False], "last": rank == 3, "traces": 4, "ring": rank // 2}
+        expected |= {"dtype": torch.int32, "sums": [1, [4, 2]], "part": [["a", "b"], ["c", "c"]][rank // 2]}
+        assert found == expected
+
+
+def prepared_first(rank):
+    """The rates of a schedule that was prepared before two rings of two; a loader is refused then."""
+    process_environment(rank, 4)
+    accelerator = Accelerator()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
+    schedule = get_scheduler("linear", optimizer, 0, 8)
+    optimizer, schedule = accelerator.prepare(optimizer, schedule)
+    ra.Ring.from_accelerator(accelerator, size=2)
+    rates = []
+    for _ in range(3):
+        optimizer.step()
+        schedule.step()
+        rates.append(schedule.get_last_lr()[0])
+    late = Accelerator()
+    late.prepare(DataLoader(torch.arange(8)))
+    with pytest.raises(ValueError, match=r"accelerator\.prepare has divided .* among 4 processes: make the ring first"):
+        ra.Ring.from_accelerator(late, size=2)
+    assert ra.Ring.from_accelerator(late, size=1).dp_size == 4
+    return rates
+
+
+def test_what_was_prepared_before_the_ring(programs):
+    for rates in programs.run(prepared_first, 4):
+        assert rates == [0.75, 0.5, 0.25]
 
 
 def orders(rank, ring_size, with_generator):

@@ -1,14 +1,17 @@
 """Stock programs of Transformers' Trainer and of TRL over a ring of 2 end with the weights that they have on one process."""
 
 import importlib
+import logging
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
+from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import (
     DataCollatorForLanguageModeling,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -18,7 +21,7 @@ from transformers import (
 )
 
 import hf_ring_attention as ra
-from tests.support.stock import over, run_program, save, saved, settings, texts, weights, word_tokenizer
+from tests.support.stock import PATTERN, over, run_program, save, saved, settings, texts, weights, word_tokenizer
 from tests.support.tolerance import distance
 from tests.support.training import SIZES, tiny_llama
 
@@ -207,6 +210,22 @@ def rloo(folder, ring_size):
     return grpo(folder, ring_size, name="RLOO")
 
 
+def sdpo(folder, ring_size, model=None):
+    """Its helper gathers prompts, and so does a callback that logs completions."""
+    module, trl = importlib.import_module("trl.experimental.sdpo"), importlib.import_module("trl")
+    kind, ring = over(module.SDPOTrainer, ring_size)
+    changes = {"batch_size": 4, "num_generations": 2, "max_completion_length": 6, "steps": 2}
+    changes |= {"success_reward_threshold": 0.4}
+    rows = texts(12, "prompt", "privileged_context", shortest=4, longest=9)
+    given = {"train_dataset": rows, "eval_dataset": rows.select(range(3)), "processing_class": word_tokenizer()}
+    args = module.SDPOConfig(**settings(folder, **changes))
+    trainer = kind(model or language(folder), length_of, args, **given, **ring)
+    callback = trl.LogCompletionsCallback(trainer, GenerationConfig(max_new_tokens=3, do_sample=False), freq=2)
+    trainer.add_callback(callback)
+    found, log = finished(trainer)
+    return found, [*log, {"rows": int(trainer.accelerator.reduce(torch.tensor(len(callback.table))))}]
+
+
 def distillation(folder, ring_size):
     prompts, changes = texts(12, "prompt", shortest=4, longest=9), {"max_completion_length": 6, "steps": 3}
     teacher = language(folder, tiny_teacher)
@@ -234,7 +253,7 @@ def test_trainers_of_trl(program, tmp_path, programs):
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize("program", [with_metrics, grpo], ids=lambda program: program.__name__)
+@pytest.mark.parametrize("program", [with_metrics, grpo, sdpo], ids=lambda program: program.__name__)
 def test_two_rings_of_two_are_two_processes(program, tmp_path, programs):
     """Rewards are grouped over rings, and metrics count the rows of each ring once."""
     pytest.importorskip("trl")
@@ -242,6 +261,86 @@ def test_two_rings_of_two_are_two_processes(program, tmp_path, programs):
     (expected, log), _ = programs.run(run_program, 2, program, str(tmp_path / "two"), None)
     for found, own_log in programs.run(run_program, 4, program, str(tmp_path / "rings"), 2):
         assert_alike(found, own_log, expected, log)
+
+
+def scored_before(folder, ring_size, pattern, precompute):
+    """A reference without a pattern; its scores are computed at set-up, or in each step."""
+    model = ra.patch_model(tiny_llama(None), pattern)
+    changes = {"max_length": 64, "precompute_ref_log_probs": precompute, "steps": 2}
+    rows = Dataset.load_from_disk(f"{folder}/rows")  # where all processes find the scores
+    return by_trl("DPO", folder, ring_size, rows, model, changes, ref_model=tiny_llama(None, seed=1))[0]
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("ring_size", [1, 2])
+def test_a_reference_is_scored_under_the_pattern_of_the_model(ring_size, tmp_path, programs):
+    """Also if scores of another pattern are there, of the same weights and rows."""
+    pytest.importorskip("trl")
+    texts(6, "prompt", "chosen", "rejected").save_to_disk(tmp_path / "rows")
+    for pattern in ("window:12+2", "exact"):
+        expected = run_program(0, scored_before, tmp_path, 1, pattern, False)
+        for found in programs.run(run_program, ring_size, scored_before, tmp_path, ring_size, pattern, True):
+            assert_alike(found, [], expected, [])
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
+@pytest.mark.filterwarnings("ignore:You are importing from 'trl.experimental'")
+def test_a_teacher_that_is_a_copy_has_the_pattern_of_the_student(tmp_path):
+    """Also if the folder that TRL loads it from has none."""
+    pytest.importorskip("trl")
+    save(tmp_path, tiny_llama)
+    expected = run_program(0, sdpo, tmp_path / "with", 1)
+    tiny_llama(None).save_pretrained(tmp_path / "plain")
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.get_default_dtype())
+    assert_alike(*run_program(0, sdpo, tmp_path / "without", 1, ra.patch_model(model, PATTERN)), *expected)
+
+
+def groups(folder, ring_size):
+    """What TRL's arguments take by the number of processes, and two rings of one row each cannot divide or change."""
+    trl, told, handler = importlib.import_module("trl"), [], logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("hf_ring_attention").addHandler(handler)
+    kind, ring = over(trl.GRPOTrainer, ring_size)
+    given = {"train_dataset": texts(4, "prompt"), "processing_class": word_tokenizer(), "reward_funcs": length_of}
+    given |= {"eval_dataset": texts(4, "prompt")}
+
+    def made(**changes):
+        args = trl.GRPOConfig(**settings(folder, **{"batch_size": 2, "num_generations": 2, **changes}))
+        return kind(tiny_llama(), args=args, **given, **ring)
+
+    for changes in ({}, {"batch_size": 4, "num_generations_eval": 4}):
+        wrong = {"eval_strategy": "steps", "per_device_eval_batch_size": 1, **changes}
+        expected = f"num_generations={changes.get('num_generations_eval', 2)} of evaluations .* times 1 rings"
+        if "num_generations_eval" in changes:
+            wrong["per_device_eval_batch_size"] = 2
+        with pytest.raises(ValueError, match=expected):
+            made(**wrong)
+    assert made(per_device_eval_batch_size=1).args.generation_batch_size == 2 and not told
+    assert made(generation_batch_size=8).args.generation_batch_size == 4
+    logging.getLogger("hf_ring_attention").removeHandler(handler)
+    return told
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
+def test_groups_of_completions_that_rings_cannot_divide(tmp_path, programs):
+    pytest.importorskip("trl")
+    for rank, told in enumerate(programs.run(run_program, 2, groups, tmp_path, 2)):
+        assert told == ["generation_batch_size is 4, not 8 (by processes): set steps_per_generation"][rank:]
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
+@pytest.mark.filterwarnings("ignore:You are importing from 'trl.experimental'")
+def test_a_generation_batch_that_counts_prompts_of_one_process_is_taken(tmp_path):
+    pytest.importorskip("trl")
+    module = importlib.import_module("trl.experimental.iw_opd")
+    save(tmp_path, tiny_llama)
+    (kind, ring), model = over(module.IWOPDTrainer, 1), language(tmp_path / "run")
+    args = module.IWOPDConfig(**settings(tmp_path, num_generations=2, lmbda=1.0))
+    given = {"train_dataset": texts(4, "prompt", "completion"), "processing_class": word_tokenizer()}
+    assert (
+        kind(model, teacher_model=language(tmp_path / "run"), args=args, **given, **ring).args.generation_batch_size
+        == 1
+    )
 
 
 def compare(program, folder, programs):

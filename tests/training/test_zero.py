@@ -1,13 +1,16 @@
 """DeepSpeed holds the parameters' state, rings hold the sequences: ZeRO 1, 2 and 3 have the losses of one process."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import DeepSpeedPlugin, DummyScheduler
 from torch.utils.data import DataLoader
 
 import hf_ring_attention as ra
-from tests.support.as_gpus import NO_DEEPSPEED, deepspeed_without_operators
+from tests.support.as_gpus import NO_DEEPSPEED, deepspeed_without_operators, take_cpus_for_gpus
 from tests.support.ranks import run_ranks
 from tests.support.tolerance import EXACT
 from tests.support.training import documents, loop, padded, process_environment, tiny_llama
@@ -62,3 +65,53 @@ def test_zero_has_the_losses_of_one_process():
     for by_stage in run_ranks(all_stages, 4):
         for stage, losses in zip(STAGES, by_stage, strict=True):
             assert losses == pytest.approx(expected, rel=EXACT), f"ZeRO {stage}"
+
+
+#: Steps, as a program of one process counts them.
+TOTAL = 12
+PARAMETERS = ("total_num_steps", "warmup_num_steps", "warmup_min_lr", "warmup_max_lr")
+SCHEDULE = {"type": "WarmupDecayLR", "params": dict.fromkeys(PARAMETERS, "auto")}
+
+
+def rates(rank, by_deepspeed):
+    """The learning rates of the first steps, by DeepSpeed's schedule or by one of torch."""
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    process_environment(rank, dist.get_world_size())
+    take_cpus_for_gpus()
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 1},
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    if by_deepspeed:
+        config["scheduler"] = SCHEDULE
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    ring = ra.Ring.from_accelerator(accelerator, size=2)
+    model = ra.patch_model(tiny_llama(), ring=ring)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    if by_deepspeed:
+        schedule = DummyScheduler(optimizer, total_num_steps=TOTAL, warmup_num_steps=2)
+    else:
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / TOTAL)
+    given = schedule, DataLoader(ROWS, collate_fn=padded)
+    model, _, schedule, loader = accelerator.prepare(model, optimizer, *given)
+    assert getattr(given[0], "total_num_steps", TOTAL) == TOTAL
+    found = []
+    for batch in loader:
+        accelerator.backward(0 * model(**batch).loss)
+        schedule.step()
+        found.append(schedule.get_last_lr()[0])
+    assert len(found) == len(ROWS) // ring.dp_size
+    return found
+
+
+#: Two steps of warming up, then from 1 to 0 in four; and from 1 to 0 in six.
+RATES = {True: [0, 1, 1, 3 / 4], False: [5 / 6, 4 / 6, 3 / 6, 2 / 6]}
+
+
+@pytest.mark.parametrize("by_deepspeed", RATES)
+def test_schedules_have_the_steps_of_rings(by_deepspeed):
+    """Two rings of two take half of all steps each, as two processes do."""
+    pytest.importorskip("deepspeed", reason=NO_DEEPSPEED)
+    for found in run_ranks(rates, 4, by_deepspeed):
+        assert found == pytest.approx(RATES[by_deepspeed])
