@@ -141,9 +141,8 @@ def _wrong_accelerator(accelerator: Any, size: int | None, rings: DeviceMesh | N
             f"accelerator.prepare has prepared a model with cp_size={cp_size}, so its layers drop their masks: make the ring "
             f"first"
         )
-    for name in ("dispatch_batches", "split_batches"):
-        if getattr(loading, name):
-            return f"the accelerator has {name}=True, so ranks of a ring would get different rows: leave it out"
+    if loading.split_batches:
+        return "the accelerator has split_batches=True, and batch sizes count the rows of a ring: leave it out"
     if rings is None:
         return None
     names, [ring_name] = mesh.mesh_dim_names, rings.mesh_dim_names or ("",)

@@ -13,6 +13,7 @@ from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from accelerate import skip_first_batches
 from accelerate.utils import gather, gather_object, set_seed
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
@@ -294,27 +295,29 @@ def _wrong_settings(trainer: Any) -> ValueError | None:
     return None
 
 
-#: The functions that gather from all processes; an accelerator's methods of these names count rings by themselves.
-_GATHER: dict[str, Any] = {"gather": gather, "gather_object": gather_object}
+#: The functions that count processes; an accelerator's methods of these names count rings by themselves.
+_COUNTING: dict[str, Any] = {x.__name__: x for x in (gather, gather_object, skip_first_batches)}
 
 
 def _count_rings_by_name(trainer: Any, ring: Ring) -> ValueError | None:
-    """Gives a Trainer of TRL copies of its methods that gather by name; returns the error of a method that is overridden.
+    """Gives a Trainer copies of its methods that count by name; returns the error of a method that is overridden.
 
-    The copies belong to this Trainer alone, and TRL stays as it is. TRL computes advantages from the rewards of all processes,
-    which would count a ring's completions once for each of its ranks.
+    The copies belong to this Trainer, and the libraries stay as they are. TRL computes advantages from the rewards of all
+    processes, which would count a ring's completions once for each of its ranks. Trainer goes on in the middle of a stream.
     """
-    gather_rings = {
+    by_rings = {
         "gather": trainer.accelerator.gather,
         "gather_object": lambda x: gather_object(x if ring.rank == 0 else []),
+        "skip_first_batches": trainer.accelerator.skip_first_batches,
     }
-    kinds = [kind for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")]
+    libraries = ("trl.", "transformers.trainer") if ring.world_size > 1 else ()
+    kinds = [kind for kind in type(trainer).__mro__ if kind.__module__.startswith(libraries)]
     for name, method, owner in [(*entry, kind) for kind in kinds for entry in vars(kind).items()]:
         if not isinstance(method, FunctionType):
             continue
         function: Any = inspect.unwrap(method)
         called = {step.argval for step in dis.get_instructions(function) if step.opname == "LOAD_GLOBAL"}
-        own = {x: gather_rings[x] for x in called & _GATHER.keys() if function.__globals__.get(x) is _GATHER[x]}
+        own = {x: by_rings[x] for x in called & _COUNTING.keys() if function.__globals__.get(x) is _COUNTING[x]}
         if not own:
             continue
         if getattr(type(trainer), name) is not method:

@@ -64,7 +64,7 @@ def saved(folder, auto, make):
     return auto.from_pretrained(Path(folder).parent / make.__name__, dtype=torch.get_default_dtype())
 
 
-def run_program(rank, program, folder, ring_size):
+def run_program(rank, program, folder, ring_size, *more):
     """What a program returns on this rank; the folder is that of all ranks."""
     process_environment(rank, dist.get_world_size() if dist.is_initialized() else 1)
-    return program(folder, ring_size)
+    return program(folder, ring_size, *more)
