@@ -7,21 +7,18 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from torch.utils.data import DataLoader
-
-import hf_ring_attention as ra
 
 
 class Batches:
-    """The batches of a prepared loader, epoch after epoch. A checkpoint holds how far each ring has read.
+    """The batches of a prepared loader, epoch after epoch. A checkpoint holds how far all rings have read.
 
     Args:
         loader: the loader that `accelerator.prepare` returned; its sampler or its stream has an order for each epoch.
     """
 
-    def __init__(self, accelerator: Accelerator, loader: DataLoader, ring: ra.Ring) -> None:
-        self.accelerator, self.loader, self.ring = accelerator, loader, ring
+    def __init__(self, accelerator: Accelerator, loader: DataLoader) -> None:
+        self.accelerator, self.loader = accelerator, loader
         self.epoch = self.batches = 0
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -37,8 +34,8 @@ class Batches:
             self.epoch, self.batches = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the epoch and batch of each ring, on every process; a stream may give rings epochs of different lengths."""
-        return {"places": gather_object([[self.epoch, self.batches]])[:: self.ring.world_size]}
+        """Returns the epoch, and the number of its batches that were read."""
+        return {"epoch": self.epoch, "batches": self.batches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.epoch, self.batches = state["places"][self.ring.dp_rank]
+        self.epoch, self.batches = state["epoch"], state["batches"]

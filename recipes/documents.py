@@ -242,6 +242,11 @@ def pack(documents: Dataset | IterableDataset, sources: Sources) -> Dataset | It
 def describe(rows: Dataset | IterableDataset, sources: Sources, needed: int = 1) -> str:
     """Returns one line about the rows; ends the program if there are fewer than `needed`."""
     if isinstance(rows, IterableDataset):
+        found = sum(1 for _ in itertools.islice(rows, needed))
+        if found < needed:
+            raise SystemExit(
+                f"the stream has {found} row(s) of {sources.seq_len} tokens, and {needed} or more are needed"
+            )
         return f"a stream of documents, packed into rows of {sources.seq_len} by {sources.buffer}"
     tokens = pieces = 0
     for batch in rows.with_format("numpy", columns=["attention_mask", "position_ids"]).iter(batch_size=100):

@@ -204,7 +204,7 @@ class Run:
         schedule = get_scheduler(args.schedule, optimizer, args.warmup, args.steps)
         prepared = accelerator.prepare(self.raw_model, optimizer, loader, schedule)
         self.model, self.optimizer, loader, self.schedule = prepared
-        self.batches = Batches(accelerator, loader, ring)
+        self.batches = Batches(accelerator, loader)
         facts = {"world_size": ring.dp_size * ring.world_size, "ring_size": ring.world_size}
         facts |= {"transport": ring.transport, "pattern": args.pattern}
         self.figures = checkpoints.Figures(facts, steps=[], held_out={})

@@ -144,9 +144,8 @@ def _wrong_accelerator(accelerator: Any, size: int | None, rings: DeviceMesh | N
     before, world_size = accelerator.num_processes, accelerator.state.num_processes
     if size is not None and before != world_size // size and divided_among_processes(accelerator):
         return f"accelerator.prepare has divided loaders or DeepSpeed's schedule among {before} processes: make the ring first"
-    for name in ("dispatch_batches", "split_batches"):
-        if getattr(loading, name):
-            return f"the accelerator has {name}=True, so ranks of a ring would get different rows: leave it out"
+    if loading.split_batches:
+        return "the accelerator has split_batches=True, and batch sizes count the rows of a ring: leave it out"
     if rings is None:
         return None
     names, [ring_name] = mesh.mesh_dim_names, rings.mesh_dim_names or ("",)

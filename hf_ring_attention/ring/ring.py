@@ -121,7 +121,7 @@ class Ring:
         Raises:
             ValueError: on every process: sizes that differ, are missing or do not divide the number of processes; an
                 Accelerator with sp_size or tp_size, or that has prepared a model with cp_size; a mesh with other dimensions
-                than data before "cp"; or an Accelerator that hands out batches from one process.
+                than data before "cp"; or an Accelerator with split_batches.
         """
         mesh = mesh_of(accelerator, size)
         ring = cls(mesh.group, layout=layout, transport=transport, heads=heads, kernel=kernel)
@@ -173,7 +173,8 @@ class Ring:
         """Returns the result of `accelerator.prepare(loader)`, except that the loader's workers cut the rows.
 
         `model(**batch)` returns the same as for a whole batch. It pays for long rows: each process moves only its part to its
-        device, and attention over the next batch is planned while the loop computes.
+        device, and attention over the next batch is planned while the loop computes. All processes read a stream, which
+        `accelerator.prepare` lets one process read for all; its first rows fill up the last batches.
 
         Args:
             loader: a torch DataLoader, of batches that are mappings with input_ids [B, n].

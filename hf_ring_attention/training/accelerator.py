@@ -8,16 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from accelerate import Accelerator, PartialState
-from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, IterableDatasetShard, SeedableRandomSampler
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DummyScheduler, recursively_apply
 from torch import Tensor
-from torch.utils.data import SequentialSampler
+from torch.utils.data import IterableDataset, SequentialSampler
 
-from ..compute.private import check
+from ..compute.private import check, is_prepared
 from ..ring.ring import Ring
 
 
@@ -40,11 +43,6 @@ class RingAccelerator(Accelerator):
     def process_index(self) -> int:
         """The number of this process's ring."""
         return self.state.process_index if self._counts_processes else self.ring.dp_rank
-
-    @property
-    def dispatch_batches(self) -> bool:
-        """False: each process reads its rows, since the first one would divide them among processes."""
-        return False
 
     def _prepare_device_mesh(self) -> None:
         """Returns no mesh: the two numbers above say which rows a process reads."""
@@ -75,12 +73,35 @@ class RingAccelerator(Accelerator):
         self.step_schedules_by_rings()
         return prepared
 
-    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Prepares a loader whose rows are divided among rings, also while DeepSpeed counts processes."""
+        if is_prepared(data_loader):
+            return super().prepare_data_loader(data_loader, *args, **kwargs)
         with self._counting(processes=False):
-            prepared = super().prepare_data_loader(*args, **kwargs)
-        if self.ring.world_size > 1 and self.num_processes == 1 and isinstance(prepared, DataLoaderShard):
+            by_rows = _divided_by_rows(data_loader) if self.num_processes > 1 else data_loader
+            prepared = super().prepare_data_loader(by_rows, *args, **kwargs)
+        if isinstance(prepared, DataLoaderDispatcher):
+            prepared.base_dataloader.generator = data_loader.generator  # Accelerate leaves it out.
+        elif self.ring.world_size > 1 and self.ring.dp_size == 1:
             _draw_alike(prepared)
+        return self._dispatching_to_rings(prepared)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Returns a loader without its first batches."""
+        return self._dispatching_to_rings(super().skip_first_batches(dataloader, num_batches))
+
+    def _dispatching_to_rings(self, prepared: Any) -> Any:
+        """Has a loader whose batches the first process reads, such as a stream's, divide them among rings."""
+        if self.ring.world_size == 1 or not isinstance(prepared, DataLoaderDispatcher):
+            return prepared
+        if self.use_stateful_dataloader:
+            raise ValueError(
+                "prepare: use_stateful_dataloader=True counts the batches of processes, and rings read fewer of a stream: "
+                "set dispatch_batches=False, or leave it out"
+            )
+        index, device = prepared.state.process_index, prepared.state.device
+        prepared.state = SimpleNamespace(num_processes=self.ring.dp_size, process_index=index, device=device)
+        prepared.slice_fn = partial(_rows_of_ring, prepared.slice_fn, self.ring)
         return prepared
 
     @contextmanager
@@ -151,6 +172,29 @@ class _RingScheduler(AcceleratedScheduler):
             if number and total is not None and self.scheduler.last_epoch >= total:
                 return
             super().step(*args, **kwargs)
+
+
+def _rows_of_ring(slice_fn: Any, ring: Ring, batch: Any, rows: slice, **numbers: int) -> Any:
+    """Returns a ring's rows of a batch that all processes have, in place of the rows of this process.
+
+    The first process read the batch, and may have drawn random numbers for it. The others of its ring take its random state.
+    """
+    if ring.dp_rank == 0:
+        with ring.agreement("a batch of a stream") as call:
+            call.message = torch.get_rng_state() if ring.rank == 0 else None
+        torch.set_rng_state(call.answers[0])
+    if rows.start:  # The first rows, which fill up the last batch, are the same for all.
+        count = rows.stop - rows.start
+        rows = slice(ring.dp_rank * count, (ring.dp_rank + 1) * count)
+    return slice_fn(batch, rows, process_index=ring.dp_rank, num_processes=ring.dp_size)
+
+
+def _divided_by_rows(loader: Any) -> Any:
+    """Returns a loader of the same stream, which Accelerate cannot divide by files: rings would end at different batches."""
+    if isinstance(loader.dataset, IterableDataset) and hasattr(loader.dataset, "n_shards"):
+        loader = copy(loader)
+        object.__setattr__(loader, "dataset", IterableDatasetShard(loader.dataset))
+    return loader
 
 
 def _draw_alike(loader: DataLoaderShard) -> None:

@@ -31,12 +31,18 @@ def prepare_data_loader(loader: Any, ring: Ring, pattern: Pattern | str | None) 
         raise ValueError(f"prepare_data_loader: expected an unprepared torch DataLoader, got {type(loader).__name__}")
     if not models:
         raise ValueError("prepare_data_loader: no model has this ring: call ra.patch_model(model, ring=ring)")
-    if ring.world_size > 1:
-        chosen = None if pattern is None else as_pattern(pattern, "prepare_data_loader")
-        loader.collate_fn = partial(_collate_and_cut, loader.collate_fn, ring, runner_of(models[0]), chosen)
-    prepared = accelerator.prepare_data_loader(loader)
-    if ring.world_size > 1:
-        prepared.base_dataloader = _PlannedAhead(prepared.base_dataloader, ring)
+    if ring.world_size == 1:
+        return accelerator.prepare_data_loader(loader)
+    if accelerator.dispatch_batches:
+        raise ValueError(
+            "prepare_data_loader: dispatch_batches=True has one process read for all, and here each cuts what it reads: leave "
+            "it out, or use accelerator.prepare"
+        )
+    chosen = None if pattern is None else as_pattern(pattern, "prepare_data_loader")
+    loader.collate_fn = partial(_collate_and_cut, loader.collate_fn, ring, runner_of(models[0]), chosen)
+    prepared = accelerator.prepare_data_loader(loader, device_placement=False)  # else one process would read a stream
+    prepared.device = accelerator.device if accelerator.device_placement else None
+    prepared.base_dataloader = _PlannedAhead(prepared.base_dataloader, ring)
     return prepared
 
 

@@ -13,6 +13,7 @@ from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from accelerate import skip_first_batches
 from accelerate.utils import gather, gather_object, set_seed
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
@@ -317,27 +318,29 @@ def _check_settings(trainer: Any) -> None:
             raise ValueError(f"{setting} is not what it seems over a ring: {reason}: leave it out")
 
 
-#: The functions that gather from all processes; an accelerator's methods of these names count rings by themselves.
-_GATHER: dict[str, Any] = {"gather": gather, "gather_object": gather_object}
+#: The functions that count processes; an accelerator's methods of these names count rings by themselves.
+_COUNTING: dict[str, Any] = {x.__name__: x for x in (gather, gather_object, skip_first_batches)}
 
 
 def _count_rings_by_name(user: Any, accelerator: Any) -> None:
-    """Gives a Trainer, helper or callback of TRL copies of its methods that gather by name; refuses one that is overridden.
+    """Gives a Trainer, helper or callback of TRL copies of its methods that count by name; refuses one that is overridden.
 
-    The copies belong to this object, and TRL stays as it is. TRL computes advantages from the rewards of all processes,
-    which would count a ring's completions once for each of its ranks.
+    The copies belong to this object, and the libraries stay as they are. TRL computes advantages from the rewards of all
+    processes, which would count a ring's completions once for each of its ranks. Trainer goes on in the middle of a stream.
     """
-    gather_rings = {
+    by_rings = {
         "gather": accelerator.gather,
         "gather_object": lambda x: gather_object(x if accelerator.ring.rank == 0 else []),
+        "skip_first_batches": accelerator.skip_first_batches,
     }
-    kinds = [kind for kind in type(user).__mro__ if kind.__module__.startswith("trl.")]
+    libraries = ("trl.", "transformers.trainer") if accelerator.ring.world_size > 1 else ()
+    kinds = [kind for kind in type(user).__mro__ if kind.__module__.startswith(libraries)]
     for name, method, owner in [(*entry, kind) for kind in kinds for entry in vars(kind).items()]:
         if not isinstance(method, FunctionType):
             continue
         function: Any = inspect.unwrap(method)
         called = {step.argval for step in dis.get_instructions(function) if step.opname == "LOAD_GLOBAL"}
-        own = {x: gather_rings[x] for x in called & _GATHER.keys() if function.__globals__.get(x) is _GATHER[x]}
+        own = {x: by_rings[x] for x in called & _COUNTING.keys() if function.__globals__.get(x) is _COUNTING[x]}
         if not own:
             continue
         if getattr(type(user), name) is not method:

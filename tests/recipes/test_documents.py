@@ -226,6 +226,8 @@ def test_too_few_rows_are_told_with_the_arithmetic(tokenizer):
     rows = documents.pack(tokens_of(10), sources)
     with pytest.raises(SystemExit, match=r"which are 3 row\(s\) of 4, and 5 or more are needed: about 5 \* 4 = 20"):
         documents.describe(rows, sources, needed=5)
+    with pytest.raises(SystemExit, match=r"the stream has 3 row\(s\) of 4 tokens, and 5 or more are needed"):
+        documents.describe(rows.to_iterable_dataset(), sources, needed=5)
 
 
 def test_other_data_have_another_digest():

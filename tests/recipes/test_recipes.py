@@ -367,3 +367,16 @@ def test_finetune_by_the_trainer(plugin, folder, by_the_trainer, tmp_path):
     by_heads = ["--ring_transport", "heads", "--ring_heads", 2] if plugin else []
     found = train(folder, tmp_path, 2, *by_heads, plugin=plugin, processes=2)
     assert_equal_runs(found, run, plugin, bounds)
+
+
+def test_finetune_by_the_trainer_on_a_stream_of_uneven_files(folder, tmp_path):
+    """Two rings of two read 12 rows an epoch, and end together."""
+    for number, count in enumerate((4, 5, 3)):
+        text = json.dumps({"text": "The quick brown fox jumps over the lazy dog. " * 5}) + "\n"
+        (tmp_path / f"{number}.jsonl").write_text(text * count)
+    options = ["--model", folder / "model", "--dataset", tmp_path, "--streaming", "true", "--seq_len", 256]
+    options += ["--output_dir", tmp_path / "run"]
+    options += "--ring_size 2 --max_steps 8 --gradient_accumulation_steps 2 --disable_tqdm true".split()
+    out = run("finetune_trainer.py", *options, processes=4)
+    assert out.startswith("2 ring(s) of 2 process(es)") and out.count("'loss'") == 8
+    assert LlamaForCausalLM.from_pretrained(tmp_path / "run")
