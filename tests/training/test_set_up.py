@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
 from torch.utils.data import DataLoader
 from transformers import get_scheduler
 
@@ -75,6 +76,27 @@ def test_an_accelerator_counts_rings(programs):
     for rank, found in enumerate(programs.run(counted, 4, 2)):
         expected = {"numbers": (2, rank // 2), "seen": True, "rate": 0.75, "gather": [0, 2], "sum": [2, 4]}
         assert found == expected | {"names": ["ring 0", "ring 1"]}
+
+
+def local_steps(rank):
+    """The error of a loop that averages weights from time to time, in place of gradients at each step; and its steps."""
+    process_environment(rank, 2)
+    accelerator, steps = Accelerator(), 0
+    model = ra.patch_model(tiny_llama(), ring=ra.Ring.from_accelerator(accelerator, size=2))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+    ids = torch.arange(40)[None]
+    with pytest.raises(ValueError) as error, LocalSGD(accelerator, model, local_sgd_steps=2) as local:
+        for steps in range(4):
+            accelerator.backward(model(input_ids=ids, labels=ids).loss)
+            optimizer.step()
+            local.step()
+    return steps, str(error.value)
+
+
+def test_local_sgd_is_refused(programs):
+    for steps, error in programs.run(local_steps, 2):
+        assert steps == 1 and "disagree on the model's weights" in error, error
+        assert "all must use one seed, and train under DDP, FSDP or ZeRO" in error
 
 
 def orders(rank, ring_size, with_generator):
