@@ -47,20 +47,17 @@ class SimulatedCommunicator:
         while left:
             source = next((source for source in left if self.early[source]), None)
             if source is None:
-                self._receive(left[0])
+                error = f"receiving from rank {left[0]} did not end: nothing came in {self.timeout} s"
+                try:
+                    sender, content = self.boxes[self.rank].get(timeout=self.timeout)
+                except Empty:
+                    raise RuntimeError(error) from None
+                self.early[sender].append(content)
                 continue
             if isinstance(self.early[source][0], _Gone):
                 raise RuntimeError(f"receiving from rank {source} did not end: {self.early[source][0].reason}")
             left.remove(source)
             yield source, self.early[source].popleft()
-
-    def _receive(self, source: int) -> None:
-        """Waits for a message of any rank."""
-        try:
-            sender, content = self.boxes[self.rank].get(timeout=self.timeout)
-        except Empty:
-            raise RuntimeError(f"receiving from rank {source} did not end: nothing came in {self.timeout} s") from None
-        self.early[sender].append(content)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Wait:
         for peer, tensor in sends:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -17,27 +17,20 @@ PATIENCE = 5.0
 LOOKS_EVERY = 1.0
 
 
-@dataclass
-class _Wait:
-    action: str
-    whom: Callable[[], str]
-    since: float = field(default_factory=time.monotonic)
-    logged: bool = False
-
-
-#: The waits under way, by their threads.
-_WAITS: dict[int, _Wait] = {}
+#: The waits under way, by their threads: (what waits, for whom, since when).
+_WAITS: dict[int, tuple[str, Callable[[], str], float]] = {}
 _looking = threading.Thread()
 _STARTING = threading.Lock()
 
 
 def _look() -> None:
+    logged: list[Any] = []
     while True:
         time.sleep(LOOKS_EVERY)
-        for wait in [*_WAITS.values()]:
-            if not wait.logged and time.monotonic() - wait.since > PATIENCE:
-                wait.logged = True
-                logger.warning("%s: %s did not answer for %g s; still waiting", wait.action, wait.whom(), PATIENCE)
+        late = [wait for wait in [*_WAITS.values()] if time.monotonic() - wait[2] > PATIENCE]
+        for action, whom, _ in (wait for wait in late if wait not in logged):
+            logger.warning("%s: %s did not answer for %g s; still waiting", action, whom(), PATIENCE)
+        logged = late
 
 
 def _start_looking() -> None:
@@ -49,11 +42,10 @@ def _start_looking() -> None:
 
 
 def named(who: str, ranks: Sequence[int], several: str = "") -> str:
-    """Returns "rank 1", or "ranks 1, 2" with what is to stand before `several`."""
-    if not ranks:
-        return f"another {who}"
-    plural = "processes" if who == "process" else f"{who}s"
-    return f"{who} {ranks[0]}" if len(ranks) == 1 else f"{several}{plural} {', '.join(map(str, ranks))}"
+    """Returns "rank 1"; for more ranks "ranks 1, 2", after the word `several`; for none "another rank"."""
+    if len(ranks) < 2:
+        return f"{who} {ranks[0]}" if ranks else f"another {who}"
+    return f"{several}{who}{'es' if who.endswith('s') else 's'} {', '.join(map(str, ranks))}"
 
 
 @contextmanager
@@ -65,7 +57,7 @@ def naming_errors(action: str, whom: Callable[[], str] = lambda: "another rank")
     thread = threading.get_ident()
     outermost = thread not in _WAITS
     if outermost:
-        _WAITS[thread] = _Wait(action, whom)
+        _WAITS[thread] = action, whom, time.monotonic()
         if not _looking.is_alive():  # also in a process that was forked
             _start_looking()
     try:

@@ -46,28 +46,30 @@ def lines_of(expected):
     waits.logger.removeHandler(lines)
 
 
-def late(rank, others):
-    return f"rank {rank}, in a call: {others} did not answer for 0.2 s; still waiting"
+def late(waiting, others):
+    everybody = "processes" if "process" in waiting else "ranks"
+    return f"comparing the calls of all {everybody}, on {waiting}, in a call: {others} did not answer for 0.2 s; still waiting"
 
 
 @pytest.mark.parametrize(
-    ("absent", "expected"),
+    ("absent", "everywhere", "expected"),
     [
-        ((1, 2), [late(0, "ranks 1, 2")]),
-        ((0,), [late(1, "rank 0"), late(2, "rank 0")]),
+        ((1, 2), False, [late("rank 0", "ranks 1, 2")]),
+        ((1, 2), True, [late("process 0", "processes 1, 2")]),
+        ((0,), False, [late("rank 1", "rank 0"), late("rank 2", "rank 0")]),
     ],
 )
-def test_a_late_rank_is_named_once_a_wait(absent, expected):
+def test_a_late_rank_is_named_once_a_wait(absent, everywhere, expected):
     def work(ring):
         if ring.rank in absent:
             lines.come()
         for _ in range(2):  # Nobody waits in the second call.
-            with ring.agreement("a call"):
+            with ring.agreement("a call", everywhere=everywhere):
                 pass
 
     with lines_of(len(expected)) as lines:
         run_simulated(work, 3)
-    assert sorted(lines.texts) == [f"comparing the calls of all ranks, on {line}" for line in expected]
+    assert sorted(lines.texts) == expected
 
 
 def test_a_rank_that_stops_inside_a_call_is_named():

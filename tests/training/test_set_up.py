@@ -79,21 +79,28 @@ def test_an_accelerator_counts_rings(programs):
 
 
 def local_steps(rank):
-    """The error of a loop that averages weights from time to time, in place of gradients at each step; and its steps."""
+    """The error of a loop that averages weights now and then, in place of gradients at each step; and its steps."""
     process_environment(rank, 2)
-    accelerator, steps = Accelerator(), 0
+    accelerator, losses = Accelerator(), []
     model = ra.patch_model(tiny_llama(), ring=ra.Ring.from_accelerator(accelerator, size=2))
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2))
     ids = torch.arange(40)[None]
-    with pytest.raises(ValueError) as error, LocalSGD(accelerator, model, local_sgd_steps=2) as local:
-        for steps in range(4):
-            accelerator.backward(model(input_ids=ids, labels=ids).loss)
-            optimizer.step()
-            local.step()
-    return steps, str(error.value)
+
+    def train():
+        with LocalSGD(accelerator, model, local_sgd_steps=2) as local:
+            for _ in range(4):
+                losses.append(model(input_ids=ids, labels=ids).loss)
+                accelerator.backward(losses[-1])
+                optimizer.step()
+                local.step()
+
+    with pytest.raises(ValueError) as error:
+        train()
+    return len(losses), str(error.value)
 
 
 def test_local_sgd_is_refused(programs):
+    """At its second step, when the weights differ."""
     for steps, error in programs.run(local_steps, 2):
         assert steps == 1 and "disagree on the model's weights" in error, error
         assert "all must use one seed, and train under DDP, FSDP or ZeRO" in error
