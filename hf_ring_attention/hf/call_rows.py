@@ -21,7 +21,7 @@ from .rows import documents_from_mask, rows_of_call, rows_to_cut, tokens_in
 
 #: Ranks compare 32 to 63 trained weights and as many frozen ones, and 32 to 63 numbers of each.
 _FEW = 32
-_ALIKE = "use one seed, and train under DDP, FSDP or ZeRO"
+_REPLICAS = "use one seed, and train under DDP, FSDP or ZeRO"
 
 
 def find_rows(now: ForwardPass, kwargs: Mapping[str, Any], multiple: int = 1) -> None:
@@ -53,7 +53,7 @@ def find_rows(now: ForwardPass, kwargs: Mapping[str, Any], multiple: int = 1) ->
         agreed.same("the division of the rows", digest(now.rows))
         agreed.same("whether the model trains", runner.training)
         agreed.same("whether gradients are recorded", torch.is_grad_enabled())
-        agreed.same("the model's weights", digest(_some_weights(now.module)), _ALIKE)
+        agreed.same("the model's weights", digest(_some_weights(now.module)), _REPLICAS)
 
 
 def _some_weights(model: nn.Module) -> Tensor:

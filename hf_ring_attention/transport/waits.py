@@ -11,34 +11,36 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-#: Seconds after which a wait is logged.
-PATIENCE = 5.0
-#: Seconds between two looks at the waits. A wait costs no more than an entry in a table, and is seen if it lasts.
-LOOKS_EVERY = 1.0
+#: Seconds after which a wait is logged, and between two looks at the waits.
+SILENCE, LOOKS_EVERY = 5.0, 1.0
 
 
-#: The waits under way, by their threads: (what waits, for whom, since when).
-_WAITS: dict[int, tuple[str, Callable[[], str], float]] = {}
-_looking = threading.Thread()
-_STARTING = threading.Lock()
+class _Watch:
+    """The waits under way, and a thread that looks at them: a wait costs an entry in a table, and is seen if it lasts."""
+
+    def __init__(self) -> None:
+        self.waits: dict[int, tuple[str, Callable[[], str], float]] = {}  # by thread: what waits, for whom, since when
+        self._thread, self._starting = threading.Thread(), threading.Lock()
+
+    def start(self) -> None:
+        """Starts the thread if it does not run in this process, which may have been forked."""
+        if not self._thread.is_alive():
+            with self._starting:
+                if not self._thread.is_alive():
+                    self._thread = threading.Thread(target=self._look, name="hf_ring_attention waits", daemon=True)
+                    self._thread.start()
+
+    def _look(self) -> None:
+        logged: list[Any] = []
+        while True:
+            time.sleep(LOOKS_EVERY)
+            late = [wait for wait in [*self.waits.values()] if time.monotonic() - wait[2] > SILENCE]
+            for action, whom, _ in (wait for wait in late if wait not in logged):
+                logger.warning("%s: %s did not answer for %g s; still waiting", action, whom(), SILENCE)
+            logged = late
 
 
-def _look() -> None:
-    logged: list[Any] = []
-    while True:
-        time.sleep(LOOKS_EVERY)
-        late = [wait for wait in [*_WAITS.values()] if time.monotonic() - wait[2] > PATIENCE]
-        for action, whom, _ in (wait for wait in late if wait not in logged):
-            logger.warning("%s: %s did not answer for %g s; still waiting", action, whom(), PATIENCE)
-        logged = late
-
-
-def _start_looking() -> None:
-    global _looking
-    with _STARTING:
-        if not _looking.is_alive():
-            _looking = threading.Thread(target=_look, name="hf_ring_attention waits", daemon=True)
-            _looking.start()
+_WATCH = _Watch()
 
 
 def named(who: str, ranks: Sequence[int], several: str = "") -> str:
@@ -55,15 +57,14 @@ def naming_errors(action: str, whom: Callable[[], str] = lambda: "another rank")
     Only the outermost action of a thread is logged.
     """
     thread = threading.get_ident()
-    outermost = thread not in _WAITS
+    outermost = thread not in _WATCH.waits
     if outermost:
-        _WAITS[thread] = action, whom, time.monotonic()
-        if not _looking.is_alive():  # also in a process that was forked
-            _start_looking()
+        _WATCH.waits[thread] = action, whom, time.monotonic()
+        _WATCH.start()
     try:
         yield
     except RuntimeError as error:
         raise RuntimeError(f"{action}: {error}") from error
     finally:
         if outermost:
-            del _WAITS[thread]
+            del _WATCH.waits[thread]

@@ -41,7 +41,7 @@ class Lines(logging.Handler):
 def lines_of(expected):
     lines = Lines(expected)
     waits.logger.addHandler(lines)
-    with mock.patch.multiple(waits, PATIENCE=0.2, LOOKS_EVERY=0.05):
+    with mock.patch.multiple(waits, SILENCE=0.2, LOOKS_EVERY=0.05):
         yield lines
     waits.logger.removeHandler(lines)
 
