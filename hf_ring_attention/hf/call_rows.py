@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ..plan.problem import HeldKeys
 from ..ring.ring import Ring
@@ -17,6 +18,10 @@ from .cache import ShardedCache, cache_in
 from .config import warn_once
 from .forward_pass import ForwardPass
 from .rows import documents_from_mask, rows_of_call, rows_to_cut, tokens_in
+
+#: Ranks compare 32 to 63 trained weights and as many frozen ones, and 32 to 63 numbers of each.
+_FEW = 32
+_REPLICAS = "use one seed, and train under DDP, FSDP or ZeRO"
 
 
 def find_rows(now: ForwardPass, kwargs: Mapping[str, Any], multiple: int = 1) -> None:
@@ -48,6 +53,25 @@ def find_rows(now: ForwardPass, kwargs: Mapping[str, Any], multiple: int = 1) ->
         agreed.same("the division of the rows", digest(now.rows))
         agreed.same("whether the model trains", runner.training)
         agreed.same("whether gradients are recorded", torch.is_grad_enabled())
+        agreed.same("the model's weights", digest(_some_weights(now.module)), _REPLICAS)
+
+
+def _some_weights(model: nn.Module) -> Tensor:
+    """Returns a few numbers of some weights, trained and frozen, which are equal on ranks that start and train alike.
+
+    DDP, ZeRO 1 and 2 keep replicas equal to the last bit. FSDP and ZeRO 3 divide weights, which are left out.
+    """
+    divided = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    weights = [] if divided else [*model.parameters()]
+    numbers: list[Tensor] = []
+    for some in ([x for x in weights if x.requires_grad], [x for x in weights if not x.requires_grad]):
+        for weight in some[:: -max(1, len(some) // _FEW)]:  # from the last one, which may be a new head
+            plain = type(weight) is nn.Parameter and not hasattr(weight, "ds_id") and weight.device.type != "meta"
+            if plain and weight.is_contiguous() and weight.is_floating_point() and weight.element_size() > 1:
+                flat = weight.detach().view(-1)
+                step = max(1, len(flat) // _FEW)
+                numbers.append(flat[(len(flat) - 1) % step :: step])
+    return torch.cat([x for x in numbers if x.device == numbers[0].device]) if numbers else torch.empty(0)
 
 
 def _find_rows_alone(now: ForwardPass, kwargs: Mapping[str, Any]) -> None:

@@ -93,11 +93,12 @@ def _begin(
     recorded: bool,
 ) -> Tensor:
     """Finds the rows of a call, once all ranks have come with equal calls; returns their number as a mask."""
-    runner: Any = runner_of(MODULES[int(model)])  # type: ignore[arg-type]
+    module: Any = MODULES[int(model)]
+    runner: Any = runner_of(module)
     name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
     kwargs = {name: tokens, "attention_mask": mask, "position_ids": positions}
     kwargs |= {"labels": labels, "num_items_in_batch": count}
-    now = ForwardPass(runner, runner, attached_ring(runner), Call(), own_patterns=patterns_of_layers(runner.config))
+    now = ForwardPass(runner, module, attached_ring(runner), Call(), own_patterns=patterns_of_layers(runner.config))
     with torch.set_grad_enabled(recorded):
         find_rows(now, kwargs, multiple=2 * (1 if now.ring is None else now.ring.world_size))
     found = Tokens(now.documents) if now.documents is not None else tokens_of(None if mask is None else mask != 0)

@@ -12,10 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .communicators import Communicator, Message, naming_errors
+from .communicators import Communicator, Message
+from .waits import named, naming_errors
 
 #: The errors by which one rank may refuse a call; they end the call on all ranks.
 _REFUSALS = (ValueError, TypeError, AttributeError, IndexError, KeyError, RuntimeError, OSError)
+
+#: Stands for the digest of a rank that has not come.
+_AWAITED = -1
 
 
 def digest(x: Any) -> str:
@@ -47,10 +51,12 @@ class Agreement:
     message: Any = None  # to the other ranks; messages may differ
     answers: list[Any] = field(default_factory=list)  # the message of each rank, once all have agreed; empty by digest
     digest: int = 0  # stands for the call and its values if ranks compare digests
+    remedies: dict[str, str] = field(default_factory=lambda: {"the call": "make the same calls in one order"})
 
-    def same(self, name: str, value: Any) -> None:
-        """Requires all ranks to have this value."""
+    def same(self, name: str, value: Any, remedy: str = "pass the same") -> None:
+        """Requires all ranks to have this value; an error says that all must follow the remedy."""
         self.values = {**self.values, name: value}
+        self.remedies[name] = remedy
 
     def settle(self, error: BaseException | None = None) -> None:
         """Checks in one or two small exchanges that all ranks make the same call with equal values and without an error.
@@ -70,8 +76,15 @@ class Agreement:
             return
         digest = 0 if error is not None else self.digest
         refusal = None if error is None else (type(error).__name__, str(error))
-        with naming_errors(f"comparing the calls of all {plural}, on {who} {communicator.rank}"):
-            if {digest, *_from_others(communicator, digest)} == {digest} != {0}:
+        numbers = [torch.tensor([_AWAITED]) for _ in range(communicator.world_size)]
+
+        def late() -> str:
+            return named(who, [rank for rank, x in enumerate(numbers) if int(x) == _AWAITED])
+
+        where = f"comparing the calls of all {plural}, on {who} {communicator.rank}, in {self.call}"
+        with naming_errors(where, late):
+            _exchange(communicator, digest, numbers)
+            if {int(x) for x in numbers} == {digest} != {0}:
                 return
             reports = communicator.gather_objects(({"the call": self.call, **self.values}, refusal, self.message))
         if error is not None:
@@ -88,7 +101,7 @@ class Agreement:
             if any(value != by_rank[0] for value in by_rank):
                 listed = ", ".join(f"{who} {rank}: {value}" for rank, value in enumerate(by_rank))
                 whom = f"{plural} of the ring" if who == "rank" else plural
-                remedy = "make the same calls in one order" if name == "the call" else "pass the same"
+                remedy = self.remedies.get(name, "pass the same")
                 raise ValueError(f"the {whom} disagree on {name}: {listed}; all must {remedy}")
         self.answers = [message for _, _, message in reports]
 
@@ -146,9 +159,8 @@ class Calls:
             self.compare(f"the backward pass of call {number}, of those that recorded gradients", {}, number)
 
 
-def _from_others(communicator: Communicator, number: int) -> list[int]:
-    """Returns the numbers of the other ranks, each sent directly, so that an error names a missing rank."""
-    peers = [rank for rank in range(communicator.world_size) if rank != communicator.rank]
-    own, numbers = torch.tensor([number]), [torch.empty(1, dtype=torch.int64) for _ in peers]
-    communicator.exchange([Message(rank, own) for rank in peers], [*map(Message, peers, numbers)])()
-    return [int(x) for x in numbers]
+def _exchange(communicator: Communicator, number: int, numbers: list[Tensor]) -> None:
+    """Fills in the numbers of all ranks, each sent directly, so that an error names a missing rank."""
+    numbers[communicator.rank].fill_(number)
+    others = [Message(rank, x) for rank, x in enumerate(numbers) if rank != communicator.rank]
+    communicator.exchange([Message(rank, numbers[communicator.rank]) for rank, _ in others], others)()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..compute.private import as_bytes, default_store, from_bytes, timeout_of
+from .waits import naming_errors
 
 #: Gloo's connections of groups that need one (`companion_of`), as long as the groups live: all rings over a group share it.
 _COMPANIONS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroupGloo] = WeakKeyDictionary()
@@ -63,15 +63,6 @@ def companion_of(group: dist.ProcessGroup) -> Any:
     return _COMPANIONS[group]
 
 
-@contextmanager
-def naming_errors(action: str) -> Iterator[None]:
-    """Names what failed in a RuntimeError of torch.distributed."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise RuntimeError(f"{action}: {error}") from error
-
-
 def _wait(works: list[tuple[dist.Work, str]]) -> None:
     """Waits for each work of torch.distributed, and drops it; each has its name for an error."""
     while works:
@@ -118,11 +109,13 @@ class ProcessGroupCommunicator:
         return partial(_wait, [(work, name)])
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        parts, beside = [torch.empty_like(x) for _ in range(self.world_size)], self._beside([x])
-        if beside is None:
-            dist.all_gather(parts, x, group=self.group)
-        else:
-            beside.allgather([parts], [x]).wait()
+        parts = [torch.empty_like(x) for _ in range(self.world_size)]
+        with naming_errors("the exchange with all ranks did not end"):
+            beside = self._beside([x])
+            if beside is None:
+                dist.all_gather(parts, x, group=self.group)
+            else:
+                beside.allgather([parts], [x]).wait()
         return parts
 
     def gather_objects(self, x: Any) -> list[Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import product
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
@@ -14,50 +14,59 @@ from .communicators import Message, Wait
 
 
 class _Gone(NamedTuple):
-    """The last content of a mailbox: its sender sends no more."""
+    """The last message of a rank: it sends no more."""
 
     reason: str
 
 
 @dataclass(eq=False)
 class SimulatedCommunicator:
-    """One of several ranks in one process, each driven by a thread of its own; a rank waits at most `timeout` seconds."""
+    """One of several ranks in one process, each driven by a separate thread; a rank waits at most `timeout` seconds."""
 
     rank: int
     world_size: int
-    boxes: dict[tuple[int, int], SimpleQueue[Any]]  # by (sender, receiver), the mailboxes that all ranks share
+    boxes: list[SimpleQueue[tuple[int, Any]]]  # the mailboxes of all ranks, of (sender, content)
     timeout: float
+    #: What came from each rank while this rank waited for others.
+    early: dict[int, deque[Any]] = field(default_factory=lambda: defaultdict(deque))
 
     @classmethod
     def all_of(cls, world_size: int, timeout: float) -> list[SimulatedCommunicator]:
         """Makes the ranks of a new ring."""
-        ranks = range(world_size)
-        boxes: dict[tuple[int, int], SimpleQueue[Any]] = {pair: SimpleQueue() for pair in product(ranks, ranks)}
-        return [cls(rank, world_size, boxes, timeout) for rank in ranks]
+        boxes: list[SimpleQueue[tuple[int, Any]]] = [SimpleQueue() for _ in range(world_size)]
+        return [cls(rank, world_size, boxes, timeout) for rank in range(world_size)]
 
     def depart(self, reason: str) -> None:
         """Ends the waiting of other ranks for this rank, which sends no more."""
-        for peer in range(self.world_size):
-            self.boxes[self.rank, peer].put(_Gone(reason))
+        for box in self.boxes:
+            box.put((self.rank, _Gone(reason)))
 
-    def _take(self, source: int) -> Any:
-        error, box = f"receiving from rank {source} did not end", self.boxes[source, self.rank]
-        try:
-            content = box.get(timeout=self.timeout)
-        except Empty:
-            raise RuntimeError(f"{error}: nothing came in {self.timeout} s") from None
-        if isinstance(content, _Gone):
-            box.put(content)  # for the next look
-            raise RuntimeError(f"{error}: {content.reason}")
-        return content
+    def _arrivals(self, sources: Iterable[int]) -> Iterator[tuple[int, Any]]:
+        """Yields (source, content) of the next message of each source, as soon as it is here."""
+        left = [*sources]
+        while left:
+            source = next((source for source in left if self.early[source]), None)
+            if source is None:
+                error = f"receiving from rank {left[0]} did not end: nothing came in {self.timeout} s"
+                try:
+                    sender, content = self.boxes[self.rank].get(timeout=self.timeout)
+                except Empty:
+                    raise RuntimeError(error) from None
+                self.early[sender].append(content)
+                continue
+            if isinstance(self.early[source][0], _Gone):
+                raise RuntimeError(f"receiving from rank {source} did not end: {self.early[source][0].reason}")
+            left.remove(source)
+            yield source, self.early[source].popleft()
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Wait:
         for peer, tensor in sends:
-            self.boxes[self.rank, peer].put(tensor.detach().clone())
+            self.boxes[peer].put((self.rank, tensor.detach().clone()))
 
         def finish() -> None:
-            for peer, tensor in receives:
-                tensor.copy_(self._take(peer))
+            tensors = dict(receives)
+            for peer, content in self._arrivals(tensors):
+                tensors[peer].copy_(content)
 
         return finish
 
@@ -69,9 +78,10 @@ class SimulatedCommunicator:
         )
 
     def _from_all(self, x: Any) -> list[Any]:
-        for peer in range(self.world_size):
-            self.boxes[self.rank, peer].put(x)
-        return [self._take(peer) for peer in range(self.world_size)]
+        for box in self.boxes:
+            box.put((self.rank, x))
+        came = dict(self._arrivals(range(self.world_size)))
+        return [came[peer] for peer in range(self.world_size)]
 
     def gather(self, x: Tensor) -> list[Tensor]:
         return [part.clone() for part in self._from_all(x.detach().clone())]

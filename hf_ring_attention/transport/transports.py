@@ -6,7 +6,7 @@ A transport yields steps. Messages travel while the caller computes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,8 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from ..compute.kernel import Work
-from .communicators import Communicator, Message, Wait, naming_errors
+from .communicators import Communicator, Message, Wait
+from .waits import named, naming_errors
 
 
 @dataclass
@@ -107,7 +108,8 @@ class Link:
         """Starts all messages that are not empty."""
         to, come = ([Message(self.members[peer], x) for peer, x in some if x.numel()] for some in (sends, receives))
         sent, received = ([x for _, x in messages] for messages in (to, come))
-        return self._start(step, partial(self.communicator.exchange, to, come), sent, received)
+        peers = {message.peer for message in (come or to)}
+        return self._start(step, partial(self.communicator.exchange, to, come), sent, received, peers)
 
     def all_to_all(
         self, step: str, rows: Tensor, send_counts: list[int], receive_counts: list[int]
@@ -116,25 +118,29 @@ class Link:
         received = rows.new_empty(sum(receive_counts), *rows.shape[1:])
         of_members = (dict(zip(self.members, counts)) for counts in (receive_counts, send_counts))
         counts = ([some.get(rank, 0) for rank in range(self.communicator.world_size)] for some in of_members)
+        peers = {*self.members} - {self.communicator.rank}
         return received, self._start(
-            step, partial(self.communicator.all_to_all, received, rows, *counts), [rows], [received]
+            step, partial(self.communicator.all_to_all, received, rows, *counts), [rows], [received], peers
         )
 
-    def _start(self, step: str, start: Callable[[], Wait], sent: list[Tensor], received: list[Tensor]) -> Wait:
+    def _start(
+        self, step: str, start: Callable[[], Wait], sent: list[Tensor], received: list[Tensor], peers: Iterable[int]
+    ) -> Wait:
         if not sent and not received:
             return lambda: None
         where = f"{self.call}, {step}, on rank {self.communicator.rank}"
-        with naming_errors(where):
+        whom = partial(named, "rank", sorted(peers), "one of ")
+        with naming_errors(where, whom):
             wait = start()
         self.traffic.sent_bytes += sum(x.nbytes for x in sent)
         self.traffic.received_bytes += sum(x.nbytes for x in received)
         self.traffic.hops += 1
-        return partial(self._arrive, where, wait, sent)
+        return partial(self._arrive, where, whom, wait, sent)
 
-    def _arrive(self, where: str, wait: Wait, sent: list[Tensor]) -> None:
+    def _arrive(self, where: str, whom: Callable[[], str], wait: Wait, sent: list[Tensor]) -> None:
         """Waits until all messages are here, and counts the time; the tensors that were sent stay until then."""
         start = time.perf_counter()
-        with naming_errors(where):
+        with naming_errors(where, whom):
             wait()
         sent.clear()
         self.traffic.waited_seconds += time.perf_counter() - start

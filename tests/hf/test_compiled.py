@@ -209,15 +209,21 @@ def _disagreeing(rank):
     errors = [error_of(lambda: call(**rows, labels=other))]
     losses = [call(**rows, labels=rows["input_ids"]).loss for _ in range(2)]
     errors.append(error_of(lambda: [losses[number].backward() for number in ((0, 1), (1, 0))[rank]]))
+    with torch.no_grad():
+        model.lm_head.weight[-1, -1] += rank
+    errors.append(error_of(lambda: call(**rows, labels=rows["input_ids"])))
+    with torch.no_grad():
+        model.lm_head.weight[-1, -1] -= rank
     alone = ra.patch_model(tiny_llama(PATTERN).double())
     same(averaged(step(call, model, rows)), step(alone, alone, rows))
     return errors
 
 
 def test_ranks_that_disagree_in_a_graph():
-    for labels, order in run_ranks(_disagreeing, 2):
+    for labels, order, weights in run_ranks(_disagreeing, 2):
         assert "the ranks of the ring disagree on labels" in labels
         assert "disagree on the call: rank 0: the backward pass of call" in order
+        assert "the ranks of the ring disagree on the model's weights" in weights
 
 
 def test_rows_without_a_plain_mask():
