@@ -22,6 +22,7 @@ from accelerate.utils import gather
 from arguments import EXTRAS, at_least, missing_extra
 from bench.timing import held_memory
 from filelock import FileLock
+from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
@@ -143,7 +144,9 @@ def _loading(part: str, source: str) -> Iterator[str]:
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         remedy = f"A model is a folder, a hub id as 'owner/name', or {BUNDLED}."
-        if "trust_remote_code" in reason:
+        if isinstance(error.__cause__, LocalEntryNotFoundError):
+            reason, remedy = "the hub was not reached, nor is it in the hub's cache:", "connect, or name a folder."
+        elif "trust_remote_code" in reason:
             remedy = "It brings code of its own: read it, and start again with --trust-remote-code if you trust it."
         raise SystemExit(f"the {part} of {source!r} cannot be loaded: {reason} {remedy}") from None
 
