@@ -19,7 +19,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import gather
-from arguments import EXTRAS, at_least, missing_extra
+from arguments import EXTRAS, at_least, missing_extra, plural
 from bench.timing import held_memory
 from filelock import FileLock
 from huggingface_hub.errors import LocalEntryNotFoundError
@@ -183,9 +183,9 @@ def check_heads(model: str, pattern: ra.Pattern | ra.Calibration, *, trust: bool
 
 def describe_run(ring: ra.Ring, pattern: str, replaces: bool, rows: str) -> str:
     """Returns the first line of a run: its rings, its attention, and its rows."""
-    rings = f"{ring.dp_size} ring(s) of {ring.world_size} process(es), layout {ring.layout}, transport {ring.transport}"
+    rings = f"{plural(ring.dp_size, 'ring')} of {plural(ring.world_size, 'process', 'processes')}"
     replaced = " (replaces the pattern that the model was saved with)" if replaces else ""
-    return f"{rings}, pattern {pattern}{replaced}; {rows}"
+    return f"{rings}, layout {ring.layout}, transport {ring.transport}, pattern {pattern}{replaced}; {rows}"
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, count: int | None = None) -> torch.Tensor:

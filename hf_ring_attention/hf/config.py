@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Protocol, runtime_checkable
 
@@ -204,7 +203,7 @@ def fewest_last_of(config: Any) -> int | None:
 
 def patch_config(
     config: PretrainedConfig,
-    pattern: Pattern | str | Path | PatternsOfLayers | Sequence[Pattern | str],
+    pattern: Pattern | str | PatternsOfLayers | Sequence[Pattern | str],
     layers: Iterable[int] | None = None,
 ) -> PretrainedConfig:
     """Stores a pattern in a config, which saves and loads it, and makes "ring_dilated" its implementation.
@@ -233,8 +232,8 @@ def patch_config(
         >>> sorted(config.to_dict()["ring_dilated"])  # saved with the config, and loaded with it
         ['hint', 'layers', 'pattern']
     """
-    if isinstance(pattern, (str, Path)) and str(pattern).endswith(".json"):
-        pattern = resolve_name(CALLBACKS["load_pattern"])(str(pattern))
+    if isinstance(pattern, str) and pattern.endswith(".json"):
+        pattern = resolve_name(CALLBACKS["load_pattern"])(pattern)
     text_config = config.get_text_config()
     check_config(text_config)
     before, count = _patterns(text_config), text_config.num_hidden_layers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import torch
@@ -122,7 +121,7 @@ def _saved_in(adapters: Mapping[str, Any], config: PretrainedConfig) -> dict[str
 
 def patch_model(
     model: Model,
-    pattern: Pattern | str | Path | PatternsOfLayers | Sequence[Pattern | str] | None = None,
+    pattern: Pattern | str | PatternsOfLayers | Sequence[Pattern | str] | None = None,
     ring: Ring | None = None,
     kernel: KernelSetting | None = None,
 ) -> Model:
