@@ -88,7 +88,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--tokens", type=at_least(64), default=2048, help="tokens of the text, in parts 2 to 4 (default 2048)")
     add("--steps", type=at_least(1), default=4, help="steps of fine-tuning (default 4)")
     add("--seq-len", type=at_least(64), default=256, help="tokens of its rows (default 256)")
-    add("--minutes", type=positive, default=4, help="calibrate if it may end before so many minutes (default 4)")
+    add("--minutes", type=positive, default=3.5, help="calibrate if it may end before so many minutes (default 3.5)")
     add("--output", type=Path, default=Path("demo"), help="folder for figures and pictures (default demo)")
     args = parser.parse_args(argv)
     missing = missing_extra("matplotlib", "rich") or common.obstacle(common.BUNDLED)

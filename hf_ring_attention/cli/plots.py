@@ -126,7 +126,7 @@ def plot_calibration(calibration: Calibration, path: Path) -> None:
     tokens = short_count(calibration.seq_len)
     axis.set_title(f"{calibration.flop_share:.1%} of exact attention's FLOPs at {tokens} tokens", fontsize=10)
     handles = [
-        Patch(color=colours(norm(share)), label=f"{text}: {share:.1%} of the FLOPs, {counts[text]} groups of heads")
+        Patch(color=colours(norm(share)), label=f"{text}: {share:.1%} of the FLOPs, groups of heads: {counts[text]}")
         for text, share in sorted(shares.items(), key=lambda item: item[1])
         if counts[text]
     ]
