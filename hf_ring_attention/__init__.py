@@ -17,4 +17,5 @@ register_with_transformers()
 CALLBACKS.update(
     count_rings=f"{__name__}.training.accelerator:count_rings",
     prepare_data_loader=f"{__name__}.training.loader:prepare_data_loader",
+    load_pattern=f"{__name__}.evaluation.calibration.result:load_pattern",
 )

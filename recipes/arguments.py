@@ -28,6 +28,11 @@ class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFo
         return action.help if named else super()._get_help_string(action)
 
 
+def plural(count: int, one: str, many: str = "") -> str:
+    """Returns a number with the noun that fits it: "1 ring", "2 rings"."""
+    return f"{count} {one if count == 1 else many or f'{one}s'}"
+
+
 def at_least(least: int) -> Callable[[str], int]:
     """Returns the type of whole numbers from `least` on."""
 

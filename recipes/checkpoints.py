@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list, gather
+from arguments import plural
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from torch.optim.lr_scheduler import LambdaLR
@@ -199,7 +200,11 @@ def last_saved(output: Path, processes: int | None = None) -> Path:
     faults += [f"; {name} lacks {what}" for name, what in damaged(output, processes).items()]
     option, of, saving = "--resume", "", "--save-every"
     if processes:
-        option, of, saving = "--resume_from_checkpoint", f" of {processes} process(es)", "--save_strategy steps"
+        option, of, saving = (
+            "--resume_from_checkpoint",
+            f" of {plural(processes, 'process', 'processes')}",
+            "--save_strategy steps",
+        )
     raise SystemExit(
         f"{option}: there is no whole checkpoint{of} in {output}{''.join(faults)}. A run with {saving} writes them"
     )

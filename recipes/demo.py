@@ -7,7 +7,7 @@
 3. Perplexity under patterns that skip most of the row.
 4. Pass keys: hidden numbers that the model finds again.
 5. Fine-tuning with a pattern, beside exact attention.
-6. A short calibration, which chooses a pattern for each head, if there is time.
+6. A short calibration, which chooses a pattern for each head, beside a window at the same cost, if there is time.
 
 It writes every figure to demo/demo.json; pictures to demo/patterns.png (who attends to whom), demo/quality.png (perplexity
 against FLOPs), demo/losses.png (loss along the text) and demo/retrieval.png (pass keys); and from part 6
@@ -20,12 +20,13 @@ import argparse
 import json
 import math
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,8 @@ import hf_ring_attention as ra
 WINDOW, PYRAMID, LONGNET = "window:512+4", "pyramid:512,3", "longnet:512/1,2048/4,all/8"
 #: The pattern that learns: its window is so small that the model needs to.
 LEARNED = "window:64+4"
-#: The share of exact attention's FLOPs that the calibration may spend.
-BUDGET = 0.25
+#: The share of exact attention's FLOPs that the calibration may spend, and a pattern that spends as much on rows of 1024.
+BUDGET, RIVAL = 0.25, "window:128+4"
 HERE = Path(__file__).parent
 
 
@@ -68,6 +69,13 @@ def run(*program: str, processes: int = 1) -> dict[str, Any] | list[dict[str, An
         return json.loads(figures.read_text())
 
 
+def against_exact(perplexities: Mapping[str, float]) -> str:
+    """Returns how much higher the perplexity of each pattern is than that of the first, exact attention."""
+    exact, *others = perplexities
+    changes = [f"{name} {perplexities[name] / perplexities[exact] - 1:+.1%}" for name in others]
+    return f"perplexity against {exact}: {', '.join(changes)}"
+
+
 def command(*words: str, **options: Any) -> None:
     """Runs a command of the command line."""
     subprocess.run([sys.executable, "-m", "hf_ring_attention", *words], check=True, **options)
@@ -80,7 +88,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--tokens", type=at_least(64), default=2048, help="tokens of the text, in parts 2 to 4 (default 2048)")
     add("--steps", type=at_least(1), default=4, help="steps of fine-tuning (default 4)")
     add("--seq-len", type=at_least(64), default=256, help="tokens of its rows (default 256)")
-    add("--minutes", type=positive, default=4, help="calibrate if it may end before so many minutes (default 4)")
+    add("--minutes", type=positive, default=3.5, help="calibrate if it may end before so many minutes (default 3.5)")
     add("--output", type=Path, default=Path("demo"), help="folder for figures and pictures (default demo)")
     args = parser.parse_args(argv)
     missing = missing_extra("matplotlib", "rich") or common.obstacle(common.BUNDLED)
@@ -95,10 +103,17 @@ class Demo:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.start, self.figures = args, time.perf_counter(), {"version": ra.__version__}
         args.output.mkdir(parents=True, exist_ok=True)
+        self.text = documents.whole_text(documents.Sources())
+        (args.output / "text.txt").write_text(self.text, encoding="utf-8")
 
     @property
     def seconds(self) -> float:
         return time.perf_counter() - self.start
+
+    @property
+    def model_words(self) -> list[str]:
+        """The option that names the model as a folder, so that programs need not tell again where it comes from."""
+        return ["--model", str(common.installed_model())]
 
     def part(self, number: int, name: str, text: str) -> None:
         """Begins a part."""
@@ -122,27 +137,28 @@ class Demo:
         self.part(
             2,
             "Exact perplexity, from one process and from two",
-            f"SmolLM2-135M reads {tokens} tokens of Python's manual: alone, then in a ring of two that share them. The ring "
-            "computes the same attention, so the perplexities agree to rounding.",
+            f"SmolLM2-135M-Instruct reads {tokens} tokens of Python's manual: in one process, then in a ring of two that share "
+            "them. The ring computes the same attention, so the perplexities agree to rounding.",
         )
         tokenizer, model = common.load_tokenizer(), common.load_model()
-        ids = common.tokenize(tokenizer, documents.whole_text(documents.Sources()), tokens)
+        ids = common.tokenize(tokenizer, self.text, tokens)
         print("perplexity    FLOPs       time  pattern")
         (exact,) = rows = list(perplexity.measure(model, ids, ["exact"]))
         print(perplexity.line(exact), flush=True)
-        words = ("perplexity.py", "--tokens", str(tokens), "--patterns", "exact")
+        words = ("perplexity.py", *self.model_words, "--tokens", str(tokens), "--patterns", "exact")
         two = run(*words, processes=2)["figures"][0]
         difference = two["perplexity"] / exact["perplexity"] - 1
         print(f"two processes against one: {difference:+.1e}")
         self.part(
             3,
             "Perplexity under patterns",
-            "The same text with patterns that leave most of attention out. The model was not trained for them, and a "
-            "window with sinks costs it little. A row as short as this saves no time; part 1 shows a long one.",
+            "The same text with patterns that leave much of attention out. The model was not trained for them: the last line "
+            "has what each costs it. A row as short as this saves no time; part 1 shows a long one.",
         )
         for row in perplexity.measure(model, ids, [WINDOW, PYRAMID, LONGNET]):
             print(perplexity.line(row), flush=True)
             rows.append(row)
+        print(against_exact({row["pattern"]: row["perplexity"] for row in rows}), flush=True)
         plot_quality(rows, output / "quality.png")
         plot_losses({row["pattern"]: row.pop("token_nll") for row in rows}, output / "losses.png")
         config, shown = model.config, ["exact", WINDOW, PYRAMID, LONGNET]
@@ -159,7 +175,7 @@ class Demo:
             f"A number is hidden in {length} tokens of noise. The model rates eight numbers; by chance the right one would "
             "be first in 1 of 8. A window of 128 tokens forgets what lies before it.",
         )
-        words = ["--tasks", "passkey", "--lengths", length, "--patterns", "exact", "window:128+4"]
+        words = [*self.model_words, "--tasks", "passkey", "--lengths", length, "--patterns", "exact", "window:128+4"]
         self.figures["pass_keys"] = run("retrieval.py", *words, "--plot", str(self.args.output / "retrieval.png"))[
             "rows"
         ]
@@ -169,15 +185,27 @@ class Demo:
         self.part(
             5,
             "Fine-tuning",
-            f"{steps} steps over a ring of two, with exact attention and with a window of 64 tokens. The window starts far "
-            "worse and learns what it is missing.",
+            f"{steps} steps over a ring of two, with exact attention and with a window of 64 tokens. Both learn the text. The "
+            "window starts worse, and the last lines show how much of that so few steps win back.",
         )
-        self.figures["fine_tuning"] = {}
+        trained: dict[str, Any] = {}
+        self.figures["fine_tuning"] = trained
         for pattern in ("exact", LEARNED):
             folder = self.args.output / f"finetuned-{pattern.partition(':')[0]}"
-            words = ["--pattern", pattern, "--steps", str(steps), "--seq-len", str(self.args.seq_len)]
+            words = [
+                *self.model_words,
+                "--pattern",
+                pattern,
+                "--steps",
+                str(steps),
+                "--seq-len",
+                str(self.args.seq_len),
+            ]
             words += ["--held-out", str(2 * self.args.seq_len), "--ring-size", "2", "--output", str(folder)]
-            self.figures["fine_tuning"][pattern] = run("finetune.py", *words, processes=2)
+            trained[pattern] = run("finetune.py", *words, processes=2)
+        for when in ("before", "after"):
+            held_out = {pattern: figures[f"perplexity_{when}"] for pattern, figures in trained.items()}
+            print(f"{when} the steps, held-out {against_exact(held_out)}", flush=True)
 
     def calibration(self) -> None:
         tokens, output = str(self.args.tokens // 2), self.args.output
@@ -185,13 +213,36 @@ class Demo:
             6,
             "Calibration",
             f"Each head gets the cheapest pattern that it can bear, at {BUDGET:.0%} of exact attention's FLOPs for rows of "
-            f"{tokens} tokens. One row of text and no second passes: a real one reads more.",
+            f"{tokens} tokens. One row of text and no second passes: a real one reads more. The last lines are of other text, "
+            f"beside {RIVAL} in all heads.",
         )
-        text = output / "text.txt"
-        text.write_text(documents.whole_text(documents.Sources()), encoding="utf-8")
-        words = ["--model", str(common.installed_model()), "--text", str(text), "--seq-len", tokens]
+        words = [*self.model_words, "--text", str(output / "text.txt"), "--seq-len", tokens]
         words += ["--budget", str(BUDGET), "--refinements", "0", "--output", str(output / "calibrated")]
         command("calibrate", *words, "--plot", str(output / "layers.png"))
+        ids = common.tokenize(common.load_tokenizer(), self.text[len(self.text) // 2 :], int(tokens))
+        patterns, rows = ["exact", RIVAL, str(output / "calibrated" / "calibration.json")], []
+        for row in perplexity.measure(common.load_model(), ids, patterns):
+            print(perplexity.line(row), flush=True)
+            rows.append({name: figure for name, figure in row.items() if name != "token_nll"})
+        print(against_exact({row["pattern"]: row["perplexity"] for row in rows}), flush=True)
+        self.figures["calibration"] = rows
+
+    def closing(self) -> None:
+        """Says what the figures have shown, and how to go on."""
+        speed, memory = (
+            {(row["attention"], row["processes"]): row[name] for row in self.figures["layer"]}
+            for name in ("seconds", "bytes")
+        )
+        quality = {row["pattern"]: row["perplexity"] for row in self.figures["perplexity"]}
+        say(
+            f"In a layer of {self.args.layer_tokens} tokens, {WINDOW} was {speed['sdpa', 1] / speed[WINDOW, 1]:.1f} times as "
+            f"fast as sdpa, and each process of a ring of two took {memory[WINDOW, 2] / memory[WINDOW, 1]:.0%} of its memory. "
+            f"On {self.args.tokens} tokens it raised perplexity by {quality[WINDOW] / quality['exact'] - 1:.1%}. Other texts "
+            "and models run the same way; for example:"
+        )
+        words = ["perplexity", common.installed_model(), self.args.output / "text.txt"]
+        words += ["--pattern", "exact", "--pattern", WINDOW]
+        print(f"\n    {shlex.join([sys.executable, '-m', 'hf_ring_attention', *map(str, words)])}")
 
 
 def main() -> None:
@@ -207,12 +258,7 @@ def main() -> None:
         print(f"\nno time for part 6, a calibration: it runs with --minutes {math.ceil(2 * args.minutes)}")
     checkpoints.write_text(args.output / "demo.json", json.dumps(demo.figures | {"seconds": demo.seconds}, indent=1))
     print(f"\n== done in {demo.seconds / 60:.1f} minutes; figures and pictures are in {args.output}")
-    say(
-        "A ring computes what one process does, with a part of the memory on each. A pattern trades a little quality for most "
-        "of the time; a few steps of training, or a calibration, win quality back. Your own texts and checkpoints run the "
-        "same way; next, for example:"
-    )
-    print(f"\n    hf-ring-attention perplexity HuggingFaceTB/SmolLM2-135M book.txt --pattern exact --pattern {WINDOW}")
+    demo.closing()
 
 
 if __name__ == "__main__":

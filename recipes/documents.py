@@ -19,7 +19,7 @@ from typing import Any
 import datasets
 import torch
 from accelerate import PartialState
-from arguments import at_least, check, existing_file
+from arguments import at_least, check, existing_file, plural
 from datasets import Dataset, IterableDataset
 from tokens import columns_to_learn, tokenize
 from torch.nn.utils.rnn import pad_sequence
@@ -114,6 +114,10 @@ def prepare(sources: Sources, tokenizer: PreTrainedTokenizerBase, *, seed: int =
     """Returns rows of `sources`, `needed` or more; one process of a machine makes them first, and others read its cache."""
     with _one_process_first():
         documents = tokenize(load(sources), tokenizer, sources.columns, sources.dataset)
+        if next(iter(documents), None) is None:
+            raise SystemExit(
+                "the data have no document to learn from: a text needs two tokens or more, and a chat an assistant's turn"
+            )
         checksum = digest(documents)
         held_out, documents = hold_out(documents, sources.held_out)
         if isinstance(documents, IterableDataset):
@@ -254,12 +258,12 @@ def describe(rows: Dataset | IterableDataset, sources: Sources, needed: int = 1)
         pieces += int(((batch["position_ids"] == 0) & (batch["attention_mask"] == 1)).sum())
     if len(rows) < needed:
         raise SystemExit(
-            f"the data have {tokens} tokens to train on, which are {len(rows)} row(s) of {sources.seq_len}, and {needed} or "
-            f"more are needed: about {needed} * {sources.seq_len} = {needed * sources.seq_len} tokens"
+            f"the data have {tokens} tokens to train on, in {plural(len(rows), 'row')} of {sources.seq_len}, and {needed} or "
+            f"more rows are needed: about {needed} * {sources.seq_len} = {needed * sources.seq_len} tokens"
         )
     full = f"{tokens / (len(rows) * sources.seq_len):.1%} full"
-    described = f"{pieces} documents, or pieces of long ones, of {tokens} tokens"
-    return f"{described} in {len(rows)} rows of {sources.seq_len}, which are {full}"
+    documents = f"{plural(pieces, 'document')}{' and parts of documents' if sources.long_documents == 'split' else ''}"
+    return f"{tokens} tokens in {plural(len(rows), 'row')} of {sources.seq_len}, {full}: {documents}"
 
 
 def digest(documents: Dataset | IterableDataset) -> str:

@@ -249,8 +249,8 @@ class Run:
             figures = self.step(step, reader)
             self.figures["steps"].append(figures)
             accelerator.log(figures, step=step)
-            speed = figures["tokens"] / figures["seconds"]
-            bar.set_postfix(loss=f"{figures['loss']:.3f}", tokens_per_s=f"{speed:.0f}")
+            speeds = {f"{name}_per_s": f"{figures[name] / figures['seconds']:.0f}" for name in ("tokens", "learned")}
+            bar.set_postfix(loss=f"{figures['loss']:.3f}", **speeds)
             stopped = stop.agree(accelerator.device)  # There may be time for a checkpoint alone.
             if args.eval_every and step % args.eval_every == 0 and step < args.steps and not stopped:
                 self.evaluate(step)
@@ -265,9 +265,11 @@ class Run:
         accelerator, start = self.accelerator, time.perf_counter()
         batches = list(itertools.islice(reader, self.args.accumulate))
         # The first token of a row is not predicted. The sums are over all rings.
-        learned = sum((batch["labels"][:, 1:] != -100).sum() for batch in batches)
-        tokens = accelerator.reduce(learned, "sum").clamp(min=1)
-        loss = float(accelerator.reduce(self.backward(batches, tokens), "sum"))
+        counts = [
+            torch.stack([batch["attention_mask"].sum(), (batch["labels"][:, 1:] != -100).sum()]) for batch in batches
+        ]
+        tokens, learned = accelerator.reduce(torch.stack(counts).sum(0), "sum")
+        loss = float(accelerator.reduce(self.backward(batches, learned.clamp(min=1)), "sum"))
         norm = accelerator.clip_grad_norm_(self.model.parameters(), self.args.clip)
         # FSDP 2 may leave each process its part.
         norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
@@ -280,10 +282,11 @@ class Run:
         self.optimizer.zero_grad()
         filled = torch.stack([batch["attention_mask"].float().mean() for batch in batches]).mean()
         fill, seconds = float(accelerator.reduce(filled, "mean")), time.perf_counter() - start
-        return {"loss": loss, "grad_norm": norm, "tokens": int(tokens), "fill": fill, "seconds": seconds, "lr": rate}
+        counted = {"tokens": int(tokens), "learned": int(learned)}
+        return {"loss": loss, "grad_norm": norm, **counted, "fill": fill, "seconds": seconds, "lr": rate}
 
     def backward(self, batches: list[dict[str, torch.Tensor]], tokens: torch.Tensor) -> torch.Tensor:
-        """Adds the gradients of the batches of a step, and returns this ring's share of its loss."""
+        """Adds the gradients of the batches of a step, and returns this ring's share of its loss; it learns `tokens`."""
         args, accelerator = self.args, self.accelerator
         total = torch.zeros((), device=accelerator.device)
         for batch in batches:
@@ -298,11 +301,13 @@ class Run:
     def report(self) -> None:
         """Prints the losses, the speed and the memory of the run."""
         figures, steps = self.figures, self.figures["steps"]
-        speed = sum(step["tokens"] for step in steps) / sum(step["seconds"] for step in steps)
+        seconds = sum(step["seconds"] for step in steps)
+        for name in ("tokens", "learned"):  # Steps of a checkpoint that another release wrote have no "learned".
+            figures[f"{name}_per_second"] = sum(step.get(name, 0) for step in steps) / seconds
         fill = sum(step["fill"] for step in steps) / len(steps)
-        figures["tokens_per_second"] = speed
         losses = f"loss {steps[0]['loss']:.3f} -> {steps[-1]['loss']:.3f}"
-        self.accelerator.print(f"{losses}, {speed:.0f} tokens/s, rows {fill:.1%} full")
+        speeds = "{tokens_per_second:.0f} tokens/s, of which {learned_per_second:.0f} are learned".format_map(figures)
+        self.accelerator.print(f"{losses}, {speeds}, rows {fill:.1%} full")
         figures["peak_memory_bytes"] = common.report_memory(self.accelerator)
 
     def save(self, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -38,8 +38,6 @@ def plot_losses(losses: Mapping[str, Sequence[float]], path: Path, window: int =
 
 def plot_quality(figures: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draws the perplexity of each pattern against its share of exact attention's FLOPs."""
-    from matplotlib.ticker import LogLocator
-
     figure = _figure(7.5, 4.8)
     axis = figure.subplots()
     for row in figures:
@@ -47,11 +45,12 @@ def plot_quality(figures: Sequence[Mapping[str, Any]], path: Path) -> None:
         axis.scatter(*zip(point), color="C0")
         axis.annotate(row["pattern"], point, xytext=(5, 5), textcoords="offset points", fontsize=8)
     axis.set_xscale("log")
-    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.margins(x=0.25, y=0.15)
+    shares = [digit * 10.0**power for power in range(-6, 1) for digit in (1, 2, 3, 5)]
+    axis.set_xticks([share for share in shares if axis.get_xlim()[0] <= share <= 1])
     axis.xaxis.set_major_formatter(lambda share, _: f"{100 * share:g}%")
     axis.minorticks_off()
-    axis.margins(x=0.25, y=0.15)
-    axis.set_xlabel("attention FLOPs, as a share of exact attention's")
+    axis.set_xlabel("attention FLOPs, as a share of exact attention's (log scale)")
     axis.set_ylabel("perplexity")
     axis.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

@@ -104,9 +104,8 @@ def rows_of(tokenizer: Any, name: str, content: str, tokens: int, count: int) ->
     room = tokens - len(opening)
     if len(ids) < room * count or room < 1:
         remedy = "take a longer text, fewer rows, or a smaller --seq-len"
-        raise ValueError(
-            f"{name} has {len(ids)} tokens, and {count} row(s) of {room} = {count * room} are needed: {remedy}"
-        )
+        needed = f"{count * room} (--rows {count} of {room})"
+        raise ValueError(f"{name} has {len(ids)} tokens, and {needed} are needed: {remedy}")
     starts = [(len(ids) - room) * row // max(1, count - 1) for row in range(count)]
     return [torch.cat([opening, ids[start : start + room]]) for start in starts]
 
@@ -139,5 +138,5 @@ def _print_texts(calibration: Calibration, names: Sequence[str], rows: int) -> N
         for title, text in zip(titles, calibration.texts, strict=True)
     ]
     notes = [f"seed {calibration.seed}, weight of retrieval {calibration.retrieval:g}"]
-    title = "Perplexity of the texts that were chosen by"
+    title = "Perplexity on the calibration texts (not held out)"
     print_table(title, ("text", "exact", "calibrated / exact"), cells, notes)

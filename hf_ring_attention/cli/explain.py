@@ -118,11 +118,11 @@ def _print_step(step: StepExplanation, facts: list[tuple[str, str]]) -> None:
     if step.mixers is not None:
         moved.append(("mixers", "always *", *_byte_cells(step.mixers), ""))
     moved.append(("a step", "as chosen *", *_byte_cells(step.traffic), ""))
-    headings = ["pattern", "layers", "TFLOP", "imbalance", "of exact"]
-    notes = ["the busiest rank; imbalance: busiest / mean; of exact: all ranks' share; backward has 2.5 times as many"]
+    headings = ["pattern", "layers", "TFLOP", "busiest rank / average", "share of exact FLOPs"]
+    notes = ["TFLOP of the busiest rank; backward has 2.5 times as many"]
     print_table("Forward FLOPs of one layer, and of a step", headings, flops, notes)
-    headings = ["pattern", "transport", "forward", "backward", "buffers", "of mean"]
-    notes = ["* marks the chosen transport; of mean: the work of the busiest rank over the mean"]
+    headings = ["pattern", "transport", "forward", "backward", "buffers", "busiest rank / average"]
+    notes = ["* marks the chosen transport"]
     print_table("Bytes that the busiest rank receives in one layer, and in a step", headings, moved, notes, left=2)
 
 

@@ -72,7 +72,7 @@ def plot_patterns(
         axis.set_xlabel("key position")
     axes[0].set_ylabel("query position")
     seen_by = f"any of {num_heads} heads sees" if head is None else f"head {head} of {num_heads} sees"
-    bar = figure.colorbar(image, ax=list(axes), shrink=0.8, label=f"share of pairs that {seen_by}")
+    bar = figure.colorbar(image, ax=list(axes), shrink=0.8, label=f"share of pairs that {seen_by} (log scale)")
     bar.set_ticks([1 / 64, 1 / 16, 1 / 4, 1], labels=["1/64 or less", "1/16", "1/4", "all"])
     bar.minorticks_off()
     # A single panel is narrower than the entries side by side.
@@ -126,7 +126,7 @@ def plot_calibration(calibration: Calibration, path: Path) -> None:
     tokens = short_count(calibration.seq_len)
     axis.set_title(f"{calibration.flop_share:.1%} of exact attention's FLOPs at {tokens} tokens", fontsize=10)
     handles = [
-        Patch(color=colours(norm(share)), label=f"{text}: {share:.1%} of the FLOPs, {counts[text]} groups of heads")
+        Patch(color=colours(norm(share)), label=f"{text}: {share:.1%} of the FLOPs, groups of heads: {counts[text]}")
         for text, share in sorted(shares.items(), key=lambda item: item[1])
         if counts[text]
     ]
@@ -144,9 +144,10 @@ def plot_estimate(answer: Estimate, path: Path) -> None:
     parts = [parts_by_bound(answer.shape, replace(setting, seq_len=length)) for length in lengths]
     bars = [{part.name: part.bytes / 2**30 for part in of_length if not part.host} for of_length in parts]
     floors = np.zeros(len(bars))
-    for name in dict.fromkeys(name for bar in bars for name in bar):
+    names = list(dict.fromkeys(name for bar in bars for name in bar))
+    for name, colour in zip(names, colormaps["turbo"](np.linspace(0, 1, len(names)))):
         heights = np.array([bar.get(name, 0.0) for bar in bars])
-        axis.bar(range(len(bars)), heights, bottom=floors, label=name, width=0.7)
+        axis.bar(range(len(bars)), heights, bottom=floors, label=name, width=0.7, color=colour)
         floors += heights
     if answer.memory is not None:
         label = f"{short_bytes(answer.memory)} of a device"
@@ -157,5 +158,7 @@ def plot_estimate(answer: Estimate, path: Path) -> None:
     rings = f"ring of {setting.ring_size} of {setting.devices} devices, {setting.parallel}"
     axis.set_title(f"{model}, {rings}", fontsize=10)
     axis.grid(axis="y", alpha=0.3)
-    axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    axis.legend(
+        fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), reverse=True
+    )  # As bars are stacked.
     _save(figure, path)

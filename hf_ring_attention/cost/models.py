@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from ..hf.config import PatternsOfLayers, layer_pattern, patch_config
@@ -52,11 +52,20 @@ def load_config(model: str, *, trust: bool = False) -> PretrainedConfig:
     except _UNREADABLE as error:
         reason = _unreadable(model, error)
         if isinstance(error, OSError) and not Path(model).exists():
-            reason = f"there is no folder {model!r}, and the hub gives no config.json of that name: name another one"
+            reason = f"there is no folder {model!r}, and {_answer_of_hub(error)}"
         elif "trust_remote_code" in str(error):
             reason = f"{model!r} brings code of its own: read it, and pass --trust-remote-code if you trust it"
         raise ValueError(reason) from error
     return config
+
+
+def _answer_of_hub(error: OSError) -> str:
+    """Returns why the hub gave no config, and the remedy."""
+    if isinstance(error.__cause__, LocalEntryNotFoundError):
+        return "the hub was not reached, nor is the model in its cache: connect, or name a folder"
+    if isinstance(error.__cause__, GatedRepoError):
+        return "the hub gives this model to accounts that may read it: hf auth login"
+    return "the hub gives no config.json of that name: name another one"
 
 
 def config_of(model: Any) -> PretrainedConfig:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pkgutil import resolve_name
 from typing import Any, Protocol, runtime_checkable
 
 from transformers import PretrainedConfig
@@ -16,6 +17,7 @@ from ..compute.private import implementation_of, set_implementation
 from ..plan.branches import Branch
 from ..plan.parts import fewest_last
 from ..plan.patterns import Pattern, as_pattern
+from ..ring.callbacks import CALLBACKS
 from .hybrid_types import MIXERS
 from .registration import IMPLEMENTATION
 from .support import check_config, class_name
@@ -210,8 +212,8 @@ def patch_config(
     loaded with; so does a saved copy, unless it is loaded with another implementation.
 
     Args:
-        pattern: what the layers compute, as a `Pattern` or its text; or a list with one for each layer, or a `Calibration`,
-            which both replace the patterns of all layers.
+        pattern: what the layers compute, as a `Pattern` or its text; or a list with one for each layer, or a `Calibration`
+            or the name of its .json file, which replace the patterns of all layers.
         layers: the numbers of the layers, while others keep their patterns; None for every layer without a window or chunks
             of its own, whatever patterns layers had before.
 
@@ -230,6 +232,8 @@ def patch_config(
         >>> sorted(config.to_dict()["ring_dilated"])  # saved with the config, and loaded with it
         ['hint', 'layers', 'pattern']
     """
+    if isinstance(pattern, str) and pattern.endswith(".json"):
+        pattern = resolve_name(CALLBACKS["load_pattern"])(pattern)
     text_config = config.get_text_config()
     check_config(text_config)
     before, count = _patterns(text_config), text_config.num_hidden_layers

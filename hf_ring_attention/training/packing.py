@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
+from ..hf.config import warn_once
 from ..hf.lm_loss import IGNORED
 from ..plan.branches import check_choice, check_count
 
@@ -83,6 +84,24 @@ def pack_documents(
     features = library.Features({name: library.List(library.Value(kind)) for name, kind in _PACKED_COLUMNS.items()})
     how = {"with_indices": True, "batched": True, "batch_size": buffer, "remove_columns": names, "features": features}
     return documents.with_format(None).map(into_rows, **how)
+
+
+def warn_of_cuts(documents: Any, longest: int, lengths: np.ndarray | None = None) -> Any:
+    """Returns tokenized documents; warns of the tokens beyond `longest`, in a stream of those of its first such document."""
+    if lengths is None:
+        if not hasattr(documents, "__len__"):
+            return documents.map(
+                lambda document: warn_of_cuts(document, longest, np.array([len(document["input_ids"])]))
+            )
+        columns = documents.select_columns("input_ids").with_format("arrow").iter(1000)
+        lengths = np.concatenate([x.value_lengths().to_numpy() for part in columns for x in part["input_ids"].chunks])
+    cut = int(np.maximum(lengths - longest, 0).sum())
+    if cut:
+        warn_once(
+            f"{cut} of {lengths.sum()} tokens will be cut off, since documents are longer than max_length={longest}: set "
+            f"packing=True and packing_strategy='bfd_split', or a larger max_length"
+        )
+    return documents
 
 
 def _pack_buffer(

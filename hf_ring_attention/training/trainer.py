@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dis
 import inspect
 import logging
@@ -29,6 +30,7 @@ from ..ring.mesh import without_cp
 from ..ring.operator import keep_attention
 from ..ring.ring import Ring
 from ..transport.lost_processes import naming_lost_processes
+from .packing import warn_of_cuts
 
 logger = logging.getLogger(__name__)
 check("transformers.Trainer")
@@ -185,6 +187,19 @@ class RingTrainerMixin(_Trainer):
         super().add_callback(callback)
         _count_rings_by_name(self.callback_handler.callbacks[-1], self.accelerator)
 
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *rest: Any) -> Any:
+        """Prepares rows as TRL does; where its SFT would cut documents, it warns of the tokens that are lost."""
+        prepare = super()._prepare_dataset  # type: ignore[misc]
+        packing, *_ = rest
+        longest = args.max_length if packing is False or getattr(args, "packing_strategy", "") == "bfd" else None
+        if not isinstance(packing, bool) or longest is None:
+            return prepare(dataset, processing_class, args, *rest)
+        whole = copy.copy(args)
+        whole.max_length, whole.shuffle_dataset = None, False
+        documents = prepare(dataset, processing_class, whole, False, *rest[1:])
+        documents = warn_of_cuts(documents, longest) if args.process_index == 0 else documents
+        return prepare(documents, processing_class, args, packing, None, *rest[2:])
+
     def get_total_train_batch_size(self, args: Any) -> int:
         """Returns the number of rows of an optimizer step in all rings."""
         return super().get_total_train_batch_size(args) // self.ring.world_size
@@ -305,6 +320,12 @@ def _check_settings(trainer: Any) -> None:
                 f"num_generations={generations} of evaluations does not divide per_device_eval_batch_size={batch} times "
                 f"{rings} rings: raise per_device_eval_batch_size"
             )
+    for rows in (trainer.train_dataset, trainer.eval_dataset):
+        if "position_ids" in (getattr(rows, "column_names", None) or ()) and not _keeps_positions(trainer):
+            raise ValueError(
+                "the rows are packed, and this Trainer drops their position_ids: pass data_collator=default_data_collator and "
+                "remove_unused_columns=False, or documents and packing=True with packing_strategy='bfd_split'"
+            )
     over_ring = ring_size > 1
     rebalanced = args.world_size > 1 and getattr(args, "train_sampling_strategy", None) == "batch_rebalance"
     refused = {
@@ -316,6 +337,13 @@ def _check_settings(trainer: Any) -> None:
     for setting, reason in refused.items():
         if reason:
             raise ValueError(f"{setting} is not what it seems over a ring: {reason}: leave it out")
+
+
+def _keeps_positions(trainer: Any) -> bool:
+    """Returns whether positions of packed rows reach the model: columns may be left out, and TRL's collator makes others."""
+    trainer._set_signature_columns_if_needed()
+    kept = not trainer.args.remove_unused_columns or "position_ids" in trainer._signature_columns
+    return kept and not type(trainer.data_collator).__module__.startswith("trl.")
 
 
 #: The functions that count processes; an accelerator's methods of these names count rings by themselves.

@@ -71,7 +71,7 @@ def test_a_budget_of_bytes(folder, command, refusal):
         (["--model", "{folder}/bare"], "'{folder}/bare' cannot be loaded: "),
         (["--output", "{folder}/fox.txt/new"], "--output: a folder was expected, but '{folder}/fox.txt' is a file"),
         (["--budget", 2], "--budget: a number above 0 and at most 1 was expected, got '2'"),
-        (["--seq-len", 2048], "fox.txt has 360 tokens, and 1 row(s) of 2048 = 2048 are needed"),
+        (["--seq-len", 2048], "fox.txt has 360 tokens, and 2048 (--rows 1 of 2048) are needed"),
         (["--menu", "exact"], "menu has exact twice"),
     ],
 )

@@ -114,7 +114,7 @@ def test_options_and_texts_that_cannot_be_used_are_refused(model, refusal):
         assert message in refusal([*words, *options.split()])
     (model / "short.txt").write_text("fox")
     error = refusal(["perplexity", model / "model", model / "short.txt"])
-    assert "has 1 token(s), 2 or more are needed" in error
+    assert "2 tokens or more are needed, got 1" in error
 
 
 def test_lengths_have_rows_of_their_own(model, command):

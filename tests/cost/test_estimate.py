@@ -337,13 +337,20 @@ def test_the_resident_set_of_the_largest_question_is_small(folder):
     assert int((folder / "held").read_text()) < 400 * 10**6
 
 
-def test_the_table_says_all_and_the_picture_is_drawn(folder, capsys):
+def test_the_table_says_all_and_the_picture_is_drawn(folder, capsys, saved_figures, monkeypatch):
+    matplotlib = pytest.importorskip("matplotlib")
+    monkeypatch.setitem(matplotlib.rcParams, "axes.prop_cycle", matplotlib.cycler(color="rgb"))
     picture = folder / "estimate.png"
     assert not ended(f"estimate --model {folder} --seq-len 256k --devices 4 --memory 60GB --plot {picture}")
     text = capsys.readouterr().out
     for expected in ("peak of a device", "does not fit", "longest sequence", "smallest ring", "set offload:"):
         assert expected in text
     assert picture.stat().st_size > 20_000
+    (axis,) = saved_figures[0].axes
+    stacked = {bars.get_label(): bars.patches[0].get_facecolor() for bars in axis.containers}
+    assert len({*stacked.values()}) == len(stacked), "each part has its colour"
+    shown = [text.get_text() for text in axis.get_legend().get_texts() if text.get_text() in stacked]
+    assert shown == [*reversed(stacked)], "the legend is in the order of the stack"
 
 
 # ---- real steps, as recipes/bench/memory.py measures them

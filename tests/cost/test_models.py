@@ -1,9 +1,11 @@
 """The attention that a config describes, against the attributes that Transformers' models read; and refusals."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
-from transformers import CONFIG_MAPPING, LlamaConfig
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from transformers import CONFIG_MAPPING, LlamaConfig, PretrainedConfig
 
 import hf_ring_attention as ra
 from hf_ring_attention.cli.loading import check_positions
@@ -145,11 +147,28 @@ def test_without_a_config_the_error_names_the_remedy(tmp_path, monkeypatch):
         load_config(str(tmp_path))
     with pytest.raises(ValueError, match="cannot be read"):
         load_config(str(tmp_path / "file"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=r"no folder 'nobody/nothing', and the hub gives no config\.json of that name"):
-        load_config("nobody/nothing")
     with pytest.raises(ValueError, match="knows no model_type 'nothing': set"):
         config_of({"model_type": "nothing"})
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (RepositoryNotFoundError, r"the hub gives no config\.json of that name: name another one"),
+        (GatedRepoError, "the hub gives this model to accounts that may read it: hf auth login"),
+        (None, "the hub was not reached, .*: connect, or name a folder"),  # as Transformers finds it offline
+    ],
+)
+def test_a_wrong_name_and_a_hub_that_is_not_reached_are_two_errors(answer, message, monkeypatch):
+    def get_config_dict(name):
+        raise OSError("a text") from answer("no", response=Mock())
+
+    if answer is None:
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    else:
+        monkeypatch.setattr(PretrainedConfig, "get_config_dict", get_config_dict)
+    with pytest.raises(ValueError, match=f"no folder 'nobody/nothing', and {message}"):
+        load_config("nobody/nothing")
 
 
 HYBRID = {**SMALL, "num_hidden_layers": 4}

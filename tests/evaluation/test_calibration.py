@@ -54,6 +54,8 @@ def test_a_calibration_keeps_its_budget_and_is_set_saved_and_loaded(rng, tmp_pat
         exact = ra.perplexity(model_of(3), text)
         assert exact.nll / exact.tokens == pytest.approx(figures.exact_nll, rel=1e-6)
         assert figures.perplexity_ratio == pytest.approx(report.perplexity / exact.perplexity, rel=1e-5)
+    by_file = ra.patch_model(model_of(3), str(tmp_path / "chosen.json"))
+    assert by_file.config.ring_dilated == patched.config.ring_dilated
     patched.save_pretrained(tmp_path / "model")
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "model")
     assert loaded.config._attn_implementation == "ring_dilated"

@@ -215,16 +215,25 @@ def test_rows_are_packed_and_their_fill_is_told(streaming, tokenizer, tmp_path):
     if streaming:
         assert data.description == "a stream of documents, packed into rows of 60 by 1000"
     else:
-        assert "of 261 tokens in 5 rows of 60, which are 87.0% full" in data.description
+        assert data.description.startswith("261 tokens in 5 rows of 60, 87.0% full: ")
     # The long document is cut into 60 + 60 + 11, and the first one is held out.
     assert sorted(sorted(lengths_of(row)) for row in data.rows) == [[10, 11], [20, 40], [60], [60], [60]]
     assert data.held_out.attention_mask.sum() == 31 and [lengths_of(x) for x in data.held_out_rows] == [[31]]
 
 
+@pytest.mark.parametrize("sources", [{"text": ["file"]}, {"dataset": "rows.jsonl", "streaming": True}], ids=str)
+def test_data_without_a_document_to_learn_from_are_refused(sources, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    write_rows(tmp_path / "rows.jsonl", [{"text": ""}, {"text": ""}])
+    with pytest.raises(SystemExit, match="the data have no document to learn from: a text needs two tokens or more"):
+        documents.prepare(Sources(**sources), tokenizer)
+
+
 def test_too_few_rows_are_told_with_the_arithmetic(tokenizer):
     sources = Sources(seq_len=4)
     rows = documents.pack(tokens_of(10), sources)
-    with pytest.raises(SystemExit, match=r"which are 3 row\(s\) of 4, and 5 or more are needed: about 5 \* 4 = 20"):
+    with pytest.raises(SystemExit, match=r"in 3 rows of 4, and 5 or more rows are needed: about 5 \* 4 = 20"):
         documents.describe(rows, sources, needed=5)
     with pytest.raises(SystemExit, match=r"the stream has 3 row\(s\) of 4 tokens, and 5 or more are needed"):
         documents.describe(rows.to_iterable_dataset(), sources, needed=5)

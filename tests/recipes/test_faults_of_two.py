@@ -86,7 +86,7 @@ def test_torchrun_passes_a_signal_on_and_leaves_no_process(folder, tmp_path):
                 time.sleep(0.05)
             left = processes = psutil.Process(launcher.pid).children(recursive=True)
             launcher.send_signal(signal.SIGTERM)
-            assert launcher.wait(TIMEOUT) != 0
+            status = launcher.wait(TIMEOUT)
             left = psutil.wait_procs(processes, timeout=TIMEOUT)[1]
         finally:
             for process in (launcher, *left):
@@ -97,6 +97,7 @@ def test_torchrun_passes_a_signal_on_and_leaves_no_process(folder, tmp_path):
     assert len(processes) >= 2 and not left, printed[-3000:]
     step = re.search(r"SIGTERM: saved .*checkpoint-(\d+); go on from it", printed)
     assert step and checkpoints.last_saved(tmp_path).name == f"checkpoint-{step[1]}", printed[-3000:]
+    assert status == 1 and "SignalException" in printed.splitlines()[-1], "recovery.md tells what the launcher does"
 
 
 def faulty(fault):

@@ -20,11 +20,16 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "models"
 
 
-def test_a_model_that_the_hub_does_not_give_is_named(monkeypatch):
+def test_a_hub_that_is_not_reached_is_not_a_wrong_name(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "config.json").write_text("no JSON")
     for load in (common.load_tokenizer, common.load_model):
-        with pytest.raises(SystemExit, match=r"of 'nobody/nothing' cannot be loaded: .* A model is a folder, a hub id"):
+        with pytest.raises(
+            SystemExit, match=r"of 'nobody/nothing' cannot be loaded: the hub was not reached, .*: connect"
+        ):
             load("nobody/nothing")
+        with pytest.raises(SystemExit, match=r"cannot be loaded: .* A model is a folder, a hub id"):
+            load(str(tmp_path))
 
 
 def test_code_that_a_model_brings_runs_only_when_it_is_trusted(tmp_path, monkeypatch):
@@ -75,6 +80,15 @@ def test_a_model_in_the_cache_that_is_not_whole_names_the_folder_to_delete(cache
                 ):
                     find(common.BUNDLED)
         file.write_bytes(content)
+
+
+def test_a_four_bit_file_is_told_once(monkeypatch, capsys):
+    monkeypatch.setattr(common, "installed_model", lambda: "nothing here")
+    common._tell_once.cache_clear()
+    for load in (common.load_tokenizer, common.load_model):
+        with pytest.raises(SystemExit):
+            load()
+    assert capsys.readouterr().err.count("from a 4-bit file (Q4_1): the model on the hub has other figures") == 1
 
 
 def test_a_cache_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):

@@ -23,3 +23,5 @@ def test_each_pattern_has_its_cost_and_its_perplexity(tmp_path, saved_figures):
     points = [tuple(map(float, points.get_offsets()[0])) for points in axis.collections]
     assert points == [(row["flop_share"], row["perplexity"]) for row in rows]
     assert [text.get_text() for text in axis.texts] == ["exact", "window:512+4"]
+    assert axis.get_xscale() == "log" and "log scale" in axis.get_xlabel()
+    assert max(axis.get_xticks()) == 1 and len(axis.get_xticks()) >= 3

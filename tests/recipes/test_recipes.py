@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import shutil
 import sys
 
@@ -45,10 +46,9 @@ def test_perplexity_is_the_same_from_two_processes(folder, nudged, tmp_path):
     for name, model, processes in ((1, folder, 1), (2, folder, 2), ("nudged", nudged, 1)):
         file = tmp_path / f"{name}.json"
         out = run("perplexity.py", *options, "--model", model / "model", "--json", file, processes=processes)
-        first = (
-            f"1 ring(s) of {processes} process(es), layout auto, transport auto, pattern exact, pyramid:32,3,2, longnet"
-        )
-        assert out.startswith(first) and out.count("ring(s) of") == 1
+        of = "1 process" if processes == 1 else "2 processes"
+        first = f"1 ring of {of}, layout auto, transport auto, pattern exact, pyramid:32,3,2, longnet"
+        assert out.startswith(first) and out.count("1 ring of") == 1
         figures[name] = json.loads(file.read_text())
     assert figures[2]["world_size"] == 2
     for one, two, other in zip(*(figures[name]["figures"] for name in (1, 2, "nudged")), strict=True):
@@ -122,10 +122,8 @@ def by_one_process(folder):
         patch.syspath_prepend(output)
         patch.setattr("accelerate.tracking._available_trackers", [LoggerType.TRACKIO])
         figures, out = finetune(folder, output, "--report-to", "trackio", "--eval-every", 2)
-    first = (
-        "1 ring(s) of 1 process(es), layout auto, transport auto, pattern pyramid:32,3,2; 98 documents, or pieces of "
-    )
-    assert out.startswith(first + "long ones, of 24500 tokens in 98 rows of 250, which are 100.0% full\n")
+    first = "1 ring of 1 process, layout auto, transport auto, pattern pyramid:32,3,2; 24500 tokens in 98 rows of 250, "
+    assert out.startswith(first + "100.0% full: 98 documents and parts of documents\n")
     assert "rank 0: peak memory" in out
     assert figures["perplexity_after"] < 0.9 * figures["perplexity_before"]
     return figures
@@ -166,7 +164,10 @@ def test_finetune_learns_adapters_from_a_stream_of_chats(folder, tmp_path, monke
     assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
     for step in whole["steps"]:
         assert 0.1 < step["fill"] <= 1
-        assert step["tokens"] % len("yes\n") == 0 and 0 < step["tokens"] < 128 * step["fill"] / 4
+        assert step["learned"] % len("yes\n") == 0 and 0 < step["learned"] < 128 * step["fill"] / 4
+        assert step["tokens"] == pytest.approx(128 * step["fill"])
+    speeds = re.search(r"(\d+) tokens/s, of which (\d+) are learned", out).groups()
+    assert [f"{whole[f'{name}_per_second']:.0f}" for name in ("tokens", "learned")] == [*speeds]
     assert whole["perplexity_after"] < whole["perplexity_before"]
     assert "has adapters alone; to use them: model = peft.AutoPeftModel" in out
     shutil.rmtree(tmp_path / "run" / "checkpoint-6")
@@ -190,7 +191,7 @@ def bounds(folder, nudged, by_one_process):
 def assert_same_steps(output, folder, bounds):
     for one in (output, folder / "one"):
         steps = json.loads((one / "figures.json").read_text())["steps"]
-        assert [step["tokens"] for step in steps] == [2 * 249] * 5
+        assert [(step["tokens"], step["learned"]) for step in steps] == [(2 * 250, 2 * 249)] * 5
         assert [step["lr"] for step in steps][:2] == pytest.approx([0, 0.01])  # One step of warm-up.
     assert_equal_runs(finetuned(output), finetuned(folder / "one"), "finetune.py", bounds)
 
@@ -198,8 +199,8 @@ def assert_same_steps(output, folder, bounds):
 def test_finetune_takes_the_same_steps_on_two_processes(folder, bounds, tmp_path):
     _, out = finetune(folder, tmp_path, "--ring-size", 2, "--save-every", 3, processes=2)
     assert "rank 1: peak memory" in out
-    assert out.startswith("1 ring(s) of 2 process(es), layout auto, transport auto, pattern pyramid:32,3,2; ")
-    assert out.count("ring(s) of") == 1
+    assert out.startswith("1 ring of 2 processes, layout auto, transport auto, pattern pyramid:32,3,2; ")
+    assert out.count("1 ring of") == 1
     assert_same_steps(tmp_path, folder, bounds)
     # The checkpoint is that of the third step.
     assert [path.name for path in tmp_path.glob("checkpoint*")] == ["checkpoint-3"]
@@ -323,8 +324,9 @@ def train(folder, output, ring_size, *options, plugin=None, processes=1):
     out = run("finetune_trainer.py", *options, plugin=plugin, processes=processes)
     assert f"rank {ring_size - 1}: peak memory" in out and "eval_loss" in out
     transport = "heads" if "heads" in options else "auto"
-    first = f"1 ring(s) of {ring_size} process(es), layout auto, transport {transport}, pattern pyramid:32,3,2; "
-    assert out.startswith(first) and "% full" in out.splitlines()[0] and out.count("ring(s) of") == 1
+    of = "1 process" if ring_size == 1 else f"{ring_size} processes"
+    first = f"1 ring of {of}, layout auto, transport {transport}, pattern pyramid:32,3,2; "
+    assert out.startswith(first) and "% full" in out.splitlines()[0] and out.count("1 ring of") == 1
     assert LlamaForCausalLM.from_pretrained(output).config.ring_dilated["pattern"]["branches"]
     state = json.loads((output / "checkpoint-3" / "trainer_state.json").read_text())
     steps = [entry for entry in state["log_history"] if "loss" in entry]
@@ -349,9 +351,7 @@ def test_the_trainer_goes_on_from_the_last_whole_checkpoint(folder, by_the_train
         assert checkpoints.last_saved(output, 1) == output / "checkpoint-2", file
         file.unlink()
         assert checkpoints.last_saved(output, 1) == output / "checkpoint-2", file
-    with pytest.raises(
-        SystemExit, match=r"no whole checkpoint of 2 process\(es\) .*; checkpoint-2 lacks rng_state_0\.pth"
-    ):
+    with pytest.raises(SystemExit, match=r"no whole checkpoint of 2 processes .*; checkpoint-2 lacks rng_state_0\.pth"):
         checkpoints.last_saved(output, 2)
     run, bounds = by_the_trainer
     assert_equal_runs(train(folder, output, 1, "--resume_from_checkpoint", "true"), run, "resumed", bounds)
