@@ -79,14 +79,13 @@ def whole_rows(local: Tensor, rows: WholeRows, ring: Ring) -> Tensor:
     return whole_of(ring.side_by_side(local, 1), layout, 1)
 
 
-def kept(local: Tensor, rows: WholeRows, ring: Ring, tokens: Tensor) -> Tensor:
-    """Returns the values [B, k, ...] of tokens with these numbers [k] in the whole row, on every rank; only these move."""
+def kept(local: Tensor, rows: WholeRows, ring: Ring, numbers: Tensor) -> Tensor:
+    """Returns the values [..., width] of tokens with these numbers [...] among all rows, on every rank; only these move."""
     assert rows.layout is not None
-    numbers = torch.arange(rows.length, device=local.device).expand(rows.batch, -1)
-    found = ring.shard(numbers, rows.layout, fill=-1)[:, None, :] == tokens.to(local.device)[:, None]  # [B, k, n local]
-    own, index = found.any(-1), found.int().argmax(-1)
-    picked = local[torch.arange(rows.batch, device=local.device)[:, None], index]
-    picked = torch.where(own.reshape(*own.shape, *[1] * (local.dim() - 2)), picked, 0)
+    count = rows.batch * rows.length
+    own = ring.shard(torch.arange(count, device=local.device).view(rows.batch, -1), rows.layout, fill=count).flatten()
+    places = own.new_full((count + 1,), -1).index_copy(0, own, torch.arange(len(own), device=local.device))[numbers]
+    picked = torch.where(places[..., None] >= 0, local.flatten(0, 1)[places], 0)  # Place -1 has some token's values.
     return ring.side_by_side(picked[None], 0).sum(0)
 
 

@@ -20,7 +20,7 @@ from ..ring.operator import UNTRACEABLE, check_not_traced
 from ..ring.ring import Ring
 from .cache import ShardedCache, cache_in
 from .call_rows import find_rows
-from .config import patterns_of_layers, warn_once
+from .config import patterns_of_layers
 from .forward_pass import (
     CALL,
     Call,
@@ -41,9 +41,6 @@ from .registration import IMPLEMENTATION
 from .rows import by_name, check_places, cut, tokens_in, warn_of_temperatures, whole_positions
 from .support import has_next_token_loss
 from .wrappers import attached_ring, attachment_of, runner_of, set_ring
-
-#: Logits of whole rows that are larger than this are warned of, in bytes.
-_LARGE_LOGITS = 1 << 30
 
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
@@ -213,34 +210,12 @@ def _decide(now: ForwardPass, kwargs: dict[str, Any]) -> None:
     head = module.get_output_embeddings()
     if rows is None or (head is None and not running().on_use):
         return
-    if running().on_use or (labels and (ring is not None or of_slice is not None)):
-        now.origin = Origin(type(module).__name__, rows, ring or Ring.alone(), of_slice)
+    keeps_logits = running().on_use or (labels and (ring is not None or of_slice is not None))
+    if keeps_logits or now.layout is not None:
+        now.origin = Origin(type(module).__name__, rows, ring or Ring.alone(), keeps_logits, of_slice)
         now.join_last = partial(OnUse.of_hidden, origin=now.origin)
         if head is not None:
             hook_head(head)
-    elif now.layout is not None and not labels:
-        _keep_few(now, rows, kwargs)
-
-
-def _keep_few(now: ForwardPass, rows: WholeRows, kwargs: dict[str, Any]) -> None:
-    """Has the hidden states joined only at tokens whose logits are kept, and warns of large logits."""
-    given, count, ring = kwargs.get("logits_to_keep"), rows.length, now.ring
-    assert ring is not None
-    if "logits_to_keep" in inspect.signature(now.module.forward).parameters:
-        numbers, keep = torch.arange(rows.length), None
-        if isinstance(given, int) and not isinstance(given, bool) and given > 0:
-            keep = numbers[-given:]
-        elif isinstance(given, Tensor) and given.dim() == 1 and given.dtype in (torch.int32, torch.int64):
-            keep = numbers[given.cpu()]
-        if keep is not None:
-            now.join_last = partial(kept, rows=rows, ring=ring, tokens=keep)
-            kwargs["logits_to_keep"], count = 0, len(keep)
-    size = rows.batch * count * getattr(now.runner.config, "vocab_size", 0) * 4
-    if size > _LARGE_LOGITS:
-        warn_once(
-            f"{type(now.module).__name__} was called without labels, so every rank forms the logits of whole rows, "
-            f"{size / 2**30:.1f} GiB in float32: pass labels for a loss in slices, or logits_to_keep for a few tokens"
-        )
 
 
 # ---- the end of a call
@@ -312,5 +287,6 @@ def _with_first_token(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ..
     assert now.rows is not None and now.ring is not None
     one_token = args[0].dim() == 2
     states: Tensor = args[0].unsqueeze(1) if one_token else args[0]
-    first = kept(states, now.rows, now.ring, torch.tensor([0]))
+    numbers = torch.arange(now.rows.batch, device=states.device)[:, None] * now.rows.length
+    first = kept(states, now.rows, now.ring, numbers)
     return (first.squeeze(1) if one_token else first, *args[1:])

@@ -21,7 +21,7 @@ from ..compute.private import tree_leaves, tree_map, version_of, without_numbers
 from ..ring.ring import Ring
 from .config import warn_once
 from .forward_pass import SliceLoss, WholeRows, running, running_with
-from .join import whole_rows
+from .join import kept, whole_rows
 from .lm_loss import IGNORED, INSTEAD, sum_in_slices, tensors_of
 
 #: Functions of each number, whatever its token. The names of functions that write into their argument end with "_".
@@ -53,6 +53,7 @@ class Origin:
     name: str  # the class of its model
     rows: WholeRows | None  # None for a model that is not patched, whose rows are whole
     ring: Ring
+    keeps_logits: bool = True  # whether logits are formed on use too, and not by the output layer
     of_slice: SliceLoss | None = None  # the loss of a slice of tokens, in place of a cross entropy
     sliced: bool = False  # whether a loss was computed in slices
 
@@ -158,7 +159,13 @@ class OnUse(Tensor):
 
     def form(self) -> Tensor:
         """Returns an ordinary tensor, with its gradients."""
-        whole = _viewed(self.content.whole(), self.views)
+        values, rows = self.content, self.content.origin.rows
+        few = rows is not None and rows.layout is not None and 2 * self.numbers.numel() < rows.batch * rows.length
+        if few and values.head is None and values.formed is None:
+            assert rows is not None
+            with torch.set_grad_enabled(values.recorded):
+                return kept(values.part, rows, values.origin.ring, self.numbers)
+        whole = _viewed(values.whole(), self.views)
         while self.hooks:
             whole.register_hook(self.hooks.pop())
         return whole
@@ -293,28 +300,38 @@ def _not_formed(x: OnUse, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _of_places(x: OnUse, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OnUse | None:
-    """Returns chosen tokens, if the last dimension stays as it is."""
-    if not all(isinstance(key, (int, slice, type(...), torch.Size)) for key in tree_leaves((args, kwargs))):
-        return None
+    """Returns chosen tokens; None if the last dimension does not stay as it is, or a token may be chosen twice."""
+    if func is Tensor.__getitem__:
+        keys = args[0] if isinstance(args[0], tuple) else args
+        if len(keys) == x.dim() or any(key is ... for key in keys):
+            if not isinstance(keys[-1], slice) or keys[-1] != slice(None):
+                return None
+            keys = keys[:-1]
+        if any(
+            isinstance(key, Tensor) and key.dtype != torch.bool and len(key.unique()) != key.numel() for key in keys
+        ):
+            return None
+        numbers = x.numbers[keys]
+    else:
+        if any(isinstance(arg, torch.dtype) for arg in args):
+            return None
+        try:
+            # A last dimension without strides is still one if the function leaves it as it is.
+            shown = func(x.numbers.to("meta")[..., None].expand(x.shape), *args, **kwargs)
+        except RuntimeError:  # The function itself says what is wrong.
+            return None
+        if shown.dim() < 2 or shown.shape[-1] != x.shape[-1] or shown.stride(-1) != 0:
+            return None
+        numbers = x.numbers.reshape(shown.shape[:-1])
+        func = Tensor.reshape if func is Tensor.view else func  # Chosen tokens may not be contiguous here.
+    if numbers.shape == x.numbers.shape:  # Models without logits_to_keep keep all.
+        return x
 
-    if func is Tensor.view:  # What was contiguous when the model ran may be a choice of tokens here.
-        func = Tensor.reshape
-
-    def view(whole: Tensor) -> Tensor:
-        result: Tensor = func(whole, *args, **kwargs)
+    def view(values: Tensor) -> Tensor:
+        result: Tensor = func(values, *args, **kwargs)
         return result
 
-    # A last dimension without strides is still one if the function has left it alone. Such numbers take no memory.
-    meta = x.numbers.to("meta")[..., None].expand(x.shape)
-    try:
-        shown = view(meta)
-    except (RuntimeError, IndexError):  # The function itself says what is wrong.
-        return None
-    if shown.dim() < 2 or shown.shape[-1] != x.shape[-1] or shown.stride(-1) != 0:
-        return None
-    if shown.shape == x.shape:  # Models without logits_to_keep keep all.
-        return x
-    return OnUse.of(x.content, view(x.numbers[..., None].expand(x.shape))[..., 0].contiguous(), (*x.views, view))
+    return OnUse.of(x.content, numbers, (*x.views, view))
 
 
 def _cross_entropy(
@@ -371,7 +388,7 @@ def _before_head(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if instead is None:
         if not isinstance(states, OnUse):
             states = OnUse.of_hidden(states, Origin("the model", None, Ring.alone()))
-        elif not states.content.is_current:
+        elif not (states.content.is_current and states.content.origin.keeps_logits):
             return (states.form(), *others), kwargs
         instead, states = partial(_logits, states), states.content.part
     else:
