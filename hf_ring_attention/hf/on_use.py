@@ -307,11 +307,13 @@ def _of_places(x: OnUse, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
             if not isinstance(keys[-1], slice) or keys[-1] != slice(None):
                 return None
             keys = keys[:-1]
-        if any(
-            isinstance(key, Tensor) and key.dtype != torch.bool and len(key.unique()) != key.numel() for key in keys
-        ):
+        places = [key for key in keys if isinstance(key, Tensor) and key.dtype != torch.bool]
+        if any(isinstance(key, list) for key in keys) or any(len(key.unique()) != key.numel() for key in places):
             return None
-        numbers = x.numbers[keys]
+        try:
+            numbers = x.numbers[keys]
+        except IndexError:  # The function itself says what is wrong.
+            return None
     else:
         if any(isinstance(arg, torch.dtype) for arg in args):
             return None

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute.private import checkpoint_activations
@@ -325,3 +325,29 @@ def test_padding_inside_a_document_is_refused():
     rows["attention_mask"][0, 10] = 0
     with pytest.raises(NotImplementedError, match="in one graph got padding inside a document"):
         compiled(model)[0](**rows)
+
+
+class Rolled(LlamaForCausalLM):
+    """A forward of the user's own, with two losses."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        output = super().forward(input_ids=input_ids, **kwargs)
+        losses = [self.loss_function(output.logits, x, self.config.vocab_size) for x in (labels, labels.roll(-1, 1))]
+        output.loss = losses[0] + 0.3 * losses[1]
+        return output
+
+
+def _with_own_forward(rank):
+    def make(ring=None):
+        model = tiny_llama(PATTERN).double()
+        model.__class__ = Rolled
+        return ra.patch_model(model, ring=ring)
+
+    alone, model, rows = make(), make(ra.Ring()), batch(LENGTHS[2], "padded")
+    call, _ = compiled(model)
+    same(averaged(step(call, model, rows)), step(alone, alone, rows))
+
+
+def test_a_forward_of_the_users_own_over_a_ring():
+    """It gets the hidden states of whole rows, and its labels as they are."""
+    run_ranks(_with_own_forward, 2)
