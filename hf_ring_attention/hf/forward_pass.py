@@ -69,6 +69,7 @@ class ForwardPass:
     call: Call
     rows: WholeRows | None = None  # None in a step of generation
     held: HeldKeys | None = None  # the keys in the cache of this rank, in a step against a sharded cache
+    skipped: tuple[int, ...] = ()  # by layer, as `tokens_skipped` returns it
     whole: bool = False  # whether every rank computes whole rows by itself, because the call has a cache of its own
     last_position: int | None = None  # the greatest position id of whole rows that are cut
     parts: bool = False  # whether the last hidden states stay parts, because the head or the caller computes with them
