@@ -89,6 +89,18 @@ def fresh_inputs(request):
         torch.cuda.manual_seed_all(generator.randrange(2**63))
 
 
+@pytest.fixture(autouse=True)
+def no_modes():
+    """Lets torch.compile compile, which compiles nothing under a mode that sees every operation.
+
+    torch has one flag of such modes for all threads. Threads leave it set that end a mode in another order than they began
+    it, as those of simulated ranks may do in any test before.
+    """
+    for flag in ("_is_in_non_infra_torch_dispatch_mode", "_is_in_any_mode_without_ignore_compile_internals"):
+        if hasattr(torch.utils._python_dispatch, flag):
+            setattr(torch.utils._python_dispatch, flag, False)
+
+
 @pytest.fixture
 def rng():
     """A generator of its own for a test's inputs, from the seed of the run."""

@@ -10,7 +10,6 @@ import hf_ring_attention as ra
 from hf_ring_attention.ring.attention import Options, checked_call
 from hf_ring_attention.ring.operator import CALLS
 from tests.support.ranks import run_ranks
-from tests.support.threads import forget_modes
 from tests.support.tolerance import EXACT, distance
 
 OPERATORS = torch.ops.hf_ring_attention
@@ -30,9 +29,8 @@ def call_of(q, k, v, sinks=None, ring=None, **options):
 
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_torch_checks_the_operator(dtype, with_sinks, monkeypatch):
+def test_torch_checks_the_operator(dtype, with_sinks):
     """Schema, autograd, shapes of fake tensors, and tracing with dynamic shapes, by `torch.library.opcheck`."""
-    forget_modes(monkeypatch)
     q, k, v = tensors(dtype=dtype)
     sinks = torch.randn(4, dtype=dtype, requires_grad=True) if with_sinks else None
     call, number = call_of(q, k, v, sinks)
@@ -102,6 +100,27 @@ def test_a_second_derivative_is_refused():
         torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="no forward-mode derivative"):
         torch.func.jvp(lambda x: ra.ring_attention(x, k, v, pattern="window:4"), (q.detach(),), (q.detach(),))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_compiled_parts_of_a_layer_that_keeps_attention(whole):
+    """torch.compile compiles them, and what holds attention itself; the kept results are used all the same."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda x: x.sin().cos(), backend=counter)
+
+    def attend(x):
+        return ra.ring_attention(x, x, x, pattern="window:4+1")
+
+    layers = [lambda x: attend(x).sin().cos(), lambda x: compiled(attend(x))]
+    if whole:
+        layers[1] = torch.compile(layers[0], backend=counter)
+    x, gradients = torch.randn(1, 2, 12, 8, dtype=torch.float64, requires_grad=True), []
+    for layer in layers:
+        out = checkpoint(layer, x, use_reentrant=False, context_fn=ra.keep_attention)
+        gradients += torch.autograd.grad(out.square().sum(), x)
+    assert counter.frame_count > 0 and distance(*gradients) <= EXACT
 
 
 @pytest.mark.parametrize("transport", ["ring", "collective", "heads"])
