@@ -38,6 +38,7 @@ if settings:
 
 def pytest_addoption(parser):
     parser.addoption("--seed", type=int, default=0, help="of the inputs that tests draw (default 0)")
+    parser.addoption("--order", type=int, help="run the files of tests in a random order, by this number")
     parser.addoption("--all", action="store_true", help="run all cases of the tests of which each run has one in four")
 
 
@@ -47,7 +48,8 @@ def pytest_configure(config):
 
 
 def pytest_report_header(config):
-    return f"seed {config.option.seed}: --seed N draws other inputs"
+    order = "" if config.option.order is None else f"; files in random order {config.option.order}"
+    return f"seed {config.option.seed}: --seed N draws other inputs{order}"
 
 
 def pytest_collection_modifyitems(config, items):
@@ -56,6 +58,8 @@ def pytest_collection_modifyitems(config, items):
     Folders with the longest files come first, so that no worker has one of them left when the others are done.
     """
     items.sort(key=lambda item: item.path.parent.name not in ("training", "recipes"))
+    if (order := config.option.order) is not None:
+        items.sort(key=lambda item: random.Random(f"{order} {item.nodeid.partition('::')[0]}").random())
     if config.option.all or config.option.keyword or any("::" in word for word in config.args):
         return
     cases = {}
