@@ -363,7 +363,7 @@ def strings_of(forward: Callable[..., Any]) -> frozenset[str]:
 
 
 @functools.cache
-def _strings_of_bases(kind: type[nn.Module]) -> frozenset[str]:
+def _strings_of_bases(kind: Any) -> frozenset[str]:
     """Returns the strings in the code of the forward of a class and of its bases, which it may call."""
     return frozenset().union(*(strings_of(vars(base)["forward"]) for base in kind.__mro__ if "forward" in vars(base)))
 

@@ -69,6 +69,7 @@ def test_arguments_that_a_later_transformers_could_pass():
 
     expected = model(input_ids=IDS).logits
     assert torch.equal(model(input_ids=IDS, temperatures=torch.ones(10)).logits, expected)
+
     class Wrapped(Later):
         def forward(self, *args, **kwargs):
             return super().forward(*args, **kwargs)

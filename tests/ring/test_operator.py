@@ -1,5 +1,8 @@
 """The operators behind attention, as torch's own checks of operators see them; and what only they do."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -91,6 +94,54 @@ def _in_one_graph(rank, world_size):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_one_graph_holds_the_function(world_size):
     run_ranks(_in_one_graph, world_size, world_size)
+
+
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) < TorchVersion("2.13"), reason="torch takes no objects as constants"
+)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_one_graph_holds_scales_that_change():
+    """More of them than torch would compile anew."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    pattern = ra.Pattern.window(4)
+
+    def attend(q, k, v, scale, softcap):
+        return ra.ring_attention(1.5 * q, k, v, pattern=pattern, scale=scale, softcap=softcap).sin()
+
+    call, x = torch.compile(attend, fullgraph=True, backend=counter), tensors()
+    for number in range(12):
+        scales = 0.1 + 0.1 * number, 2.0 + number
+        results = []
+        for function in (attend, call):
+            out = function(*x, *scales)
+            results.append([out, *torch.autograd.grad(out.square().sum(), x)])
+        assert max(map(distance, *results)) <= EXACT
+    assert counter.frame_count <= 3
+
+
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) < TorchVersion("2.13"), reason="torch takes no objects as constants"
+)
+def test_graphs_keep_no_ring_alive():
+    """Nor do the last runs of graphs, which wait for a backward pass, once others have come."""
+    x = torch.randn(1, 2, 8, 4)
+
+    def traced():
+        torch._dynamo.reset()
+        ring = ra.Ring.alone()
+        torch.compile(
+            lambda x: ra.ring_attention(x, x, x, pattern="window:4", ring=ring), fullgraph=True, backend="eager"
+        )(x)
+        torch._dynamo.reset()
+        return weakref.ref(ring)
+
+    kept = traced()
+    for _ in range(300):
+        torch.ops.hf_ring_attention.begin_call(x, 0, "exact", True, (0, 1), None, None)
+    gc.collect()
+    assert kept() is None
 
 
 def test_a_second_derivative_is_refused():
