@@ -327,7 +327,8 @@ def _check_call(arguments: _LayerArguments, now: ForwardPass | None) -> None:
         raise ValueError(
             f"{name}: output_attentions=True was asked for, but ring_dilated never forms the attention weights: use 'eager'"
         )
-    passed = _strings_of_bases(type(module))
+    kind: Any = type(module)
+    passed = _strings_of_bases(kind)
     for argument, present in kwargs.items():
         # Transformers passes every entry of a batch on to here. Only those that the layer's own code names have a meaning.
         if present is not None and argument not in _KNOWN and (argument in passed or argument in _REFUSED):
@@ -365,7 +366,8 @@ def strings_of(forward: Callable[..., Any]) -> frozenset[str]:
 @functools.cache
 def _strings_of_bases(kind: Any) -> frozenset[str]:
     """Returns the strings in the code of the forward of a class and of its bases, which it may call."""
-    return frozenset().union(*(strings_of(vars(base)["forward"]) for base in kind.__mro__ if "forward" in vars(base)))
+    forwards: Any = [vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)]
+    return frozenset().union(*map(strings_of, forwards))
 
 
 AttentionInterface.register(IMPLEMENTATION, ring_dilated_attention)
