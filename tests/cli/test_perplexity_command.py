@@ -121,7 +121,8 @@ def test_options_and_texts_that_cannot_be_used_are_refused(model, refusal):
 
 def test_opening_tokens_without_others_are_refused(model, refusal, monkeypatch):
     monkeypatch.setattr(texts, "opening_tokens", lambda tokenizer: torch.tensor([3, 4]))
-    error = refusal(["perplexity", model / "model", model / "dog.txt", "--tokens", "2"])
+    (model / "empty.txt").write_text("")
+    error = refusal(["perplexity", model / "model", model / "empty.txt"])
     assert "has 2 token(s), 3 or more are needed" in error
 
 
