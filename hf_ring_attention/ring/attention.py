@@ -96,10 +96,9 @@ def ring_attention(
     elif (
         _OBJECTS_ARE_CONSTANTS and layout is None and documents is None and (ring is None or ring.transport != "heads")
     ):
-        # torch makes a graph for each number, but one for all numbers that only factors of tensors depend on.
-        scales = [
-            None if x is None else torch.ones((), dtype=torch.float64, device="cpu") * x for x in (scale, softcap)
-        ]
+        # Numbers that may change are factors of tensors: torch would make a graph for each other number.
+        one = torch.ones((), dtype=torch.float64, device="cpu")
+        scales = [None if x is None else one * x for x in (scale, softcap)]
         number = 0 if ring is None else ring.number
         call = torch.ops.hf_ring_attention.begin_call(q, number, _text_of(pattern), bool(causal), head_shard, *scales)
         out, lse = torch.ops.hf_ring_attention.attend(q, k, v, sinks, call, 0, "", [float(torch.is_grad_enabled())])
@@ -180,14 +179,11 @@ def _text_of(pattern: Pattern | str) -> str:
     return str(as_pattern(pattern, "ring_attention"))
 
 
-def _begin_call(
-    q: Tensor, ring: int, pattern: str, causal: bool, head_shard: list[int], *scales: Tensor | None
-) -> Tensor:
+def _begin_call(q: Tensor, ring: int, pattern: str, causal: bool, heads: list[int], *scales: Tensor | None) -> Tensor:
     """Returns the number of one run of a call of `ring_attention` in a graph."""
-    shard, shards = head_shard
-    of_call: Any = RINGS[ring] if ring else None
     scale, softcap = (None if x is None else float(x) for x in scales)
-    options = Options(pattern, of_call, None, causal, scale, None, softcap, (shard, shards))
+    of_call: Any = RINGS[ring] if ring else None
+    options = Options(pattern, of_call, None, causal, scale, None, softcap, (heads[0], heads[1]))
 
     def check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layer: GraphLayer) -> CheckedCall:
         return checked_call(q, k, v, sinks, options._replace(recorded_in_graph=layer.recorded))
@@ -195,14 +191,10 @@ def _begin_call(
     return torch.tensor([CALLS.add(CallsInGraph(check), keep=True)])
 
 
-def _fake_begin_call(q: Tensor, *others: Any) -> Tensor:
-    return torch.empty(1, dtype=torch.int64, device="cpu")
-
-
 define(
-    "begin_call(Tensor q, int ring, str pattern, bool causal, int[] head_shard, Tensor? scale, Tensor? softcap) -> Tensor",
+    "begin_call(Tensor q, int ring, str pattern, bool causal, int[] heads, Tensor? scale, Tensor? softcap) -> Tensor",
     _begin_call,
-    _fake_begin_call,
+    lambda q, *others: torch.empty(1, dtype=torch.int64, device="cpu"),
 )
 
 #: The last runs of graphs.
