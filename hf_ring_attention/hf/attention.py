@@ -19,7 +19,7 @@ from ..plan.patterns import Pattern
 from ..plan.problem import Documents, HeldKeys
 from ..ring.attention import FORWARD, CheckedCall, Options, checked_call
 from ..ring.operator import UNTRACEABLE, GraphLayer, check_not_traced
-from .config import layer_pattern, unpatched_pattern
+from .config import layer_pattern, patterns_of_layers, unpatched_pattern
 from .forward_pass import CALL, ForwardPass, forward_pass_of, names_rows_in_graph, number_of, running
 from .hybrid_types import MIXERS
 from .masks import OwnBranch, Tokens, padding_first, tokens_of
@@ -193,6 +193,11 @@ def _layer_call(arguments: _LayerArguments, now: ForwardPass | None) -> _LayerCa
         skipped = now.skipped if now is not None else ()
         # Layers that draft tokens have numbers that begin at 0, as the layers of their model have, which own the patterns.
         layer = None if skipped else getattr(module, "layer_idx", None)
+        if layer is None and not skipped and patterns_of_layers(getattr(module, "config", None)):
+            raise ValueError(
+                f"{type(module).__name__}: expected one pattern for all layers, got patterns by layer, and its layers share "
+                f"attention without a number: call ra.patch_model(model, pattern)"
+            )
         pattern = _pattern_of(module, layer, of_model)
         held, documents = tokens.held, tokens.documents
         if held is None:

@@ -118,3 +118,11 @@ def test_a_layer_without_a_pattern_is_refused():
     rest = ra.patch_model(tiny_model("llama", "eager", num_hidden_layers=3), ["window:3", "exact", "exact"])
     with torch.no_grad():
         assert torch.equal(ra.patch_model(one)(ids(40)).logits, rest(ids(40)).logits)
+
+
+def test_patterns_by_layer_of_layers_without_numbers_are_refused():
+    """Those of zamba share one attention, which took the pattern of all layers."""
+    model = ra.patch_model(tiny_model("zamba", "eager"))
+    ra.patch_config(model.config, "window:3", layers=[1, 3])
+    with pytest.raises(ValueError, match="ZambaAttention: expected one pattern for all layers, got patterns by layer"):
+        model(ids())
