@@ -38,6 +38,7 @@ if settings:
 
 def pytest_addoption(parser):
     parser.addoption("--seed", type=int, default=0, help="of the inputs that tests draw (default 0)")
+    parser.addoption("--order", type=int, help="run the files of tests in a random order, by this number")
     parser.addoption("--all", action="store_true", help="run all cases of the tests of which each run has one in four")
 
 
@@ -47,7 +48,8 @@ def pytest_configure(config):
 
 
 def pytest_report_header(config):
-    return f"seed {config.option.seed}: --seed N draws other inputs"
+    order = "" if config.option.order is None else f"; files in random order {config.option.order}"
+    return f"seed {config.option.seed}: --seed N draws other inputs{order}"
 
 
 def pytest_collection_modifyitems(config, items):
@@ -56,6 +58,8 @@ def pytest_collection_modifyitems(config, items):
     Folders with the longest files come first, so that no worker has one of them left when the others are done.
     """
     items.sort(key=lambda item: item.path.parent.name not in ("training", "recipes"))
+    if (order := config.option.order) is not None:
+        items.sort(key=lambda item: random.Random(f"{order} {item.nodeid.partition('::')[0]}").random())
     if config.option.all or config.option.keyword or any("::" in word for word in config.args):
         return
     cases = {}
@@ -87,6 +91,18 @@ def fresh_inputs(request):
     torch.default_generator.manual_seed(generator.randrange(2**63))
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(generator.randrange(2**63))
+
+
+@pytest.fixture(autouse=True)
+def no_modes():
+    """Lets torch.compile compile, which compiles nothing under a mode that sees every operation.
+
+    torch has one flag of such modes for all threads. Threads leave it set that end a mode in another order than they began
+    it, as those of simulated ranks may do in any test before.
+    """
+    for flag in ("_is_in_non_infra_torch_dispatch_mode", "_is_in_any_mode_without_ignore_compile_internals"):
+        if hasattr(torch.utils._python_dispatch, flag):
+            setattr(torch.utils._python_dispatch, flag, False)
 
 
 @pytest.fixture

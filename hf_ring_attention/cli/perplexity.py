@@ -76,8 +76,9 @@ def perplexity_command(args: Namespace) -> None:
         tokenizer = checked("MODEL", load_tokenizer, args.model, trust)
         texts = {name: tokenized_text(text, tokenizer, args.tokens or max(lengths)) for name, text in args.texts}
         for name, text in texts.items():
-            if len(text.ids) < 2:
-                raise Refusal(f"{name}: 2 tokens or more are needed, got {len(text.ids)}", "TEXT_FILE")
+            least = max(1, text.opening) + 1  # The opening tokens, or else the first, are not scored.
+            if len(text.ids) < least:
+                raise Refusal(f"{name}: {least} tokens or more are needed, got {len(text.ids)}", "TEXT_FILE")
         longest = min(max(lengths), max(len(text.ids) for text in texts.values()))
         checked("--lengths" if args.lengths else "--tokens", check_positions, config, longest)
         model = checked("MODEL", load_model, args.model, args.dtype, device, trust)

@@ -23,7 +23,15 @@ def kept_results(operators: Sequence[Any]) -> tuple[Any, Any]:
     return _Keeping(operators, results, lambda x: partial(unpack, pack(detached(x)))), _Returning(operators, results)
 
 
-class _Keeping(DispatchMode):
+class _Mode(DispatchMode):
+    """A mode under which torch.compile compiles parts of a layer as it does elsewhere."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+class _Keeping(_Mode):
     """Keeps each result as a function that returns it."""
 
     def __init__(self, operators: Sequence[Any], results: list[Any], keep: Callable[[Tensor], Any]) -> None:
@@ -37,7 +45,7 @@ class _Keeping(DispatchMode):
         return out
 
 
-class _Returning(DispatchMode):
+class _Returning(_Mode):
     """Returns the kept results in the order of the forward pass."""
 
     def __init__(self, operators: Sequence[Any], results: list[Any]) -> None:

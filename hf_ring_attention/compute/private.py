@@ -176,8 +176,29 @@ def set_implementation(config: Any, name: str) -> None:
 
 
 def calls_the_interface(model_class: Any) -> bool:
-    """Returns whether a model class calls Transformers' attention interface."""
-    return bool(model_class._can_set_attn_implementation())
+    """Returns whether a model class calls Transformers' attention interface.
+
+    Transformers reads the source of the class's module, or takes the answer that it found for a base before. Here, only a class
+    whose source cannot be read, as in a REPL, has the answer of its first base with a source.
+    """
+    kinds = (kind for kind in model_class.__mro__ if hasattr(kind, "_can_set_attn_implementation"))
+    kind = next(kind for kind in kinds if _has_source(kind.__module__))
+    in_module = type(kind.__name__, (), {"__module__": kind.__module__})  # without bases, and so without their answers
+    is_model = kind.__module__ != "transformers.modeling_utils"
+    return is_model and bool(kind._can_set_attn_implementation.__func__(in_module))
+
+
+def _has_source(module: str) -> bool:
+    try:
+        return bool(inspect.getsource(sys.modules[module]))
+    except (KeyError, OSError, TypeError):
+        return False
+
+
+def set_implementation_of_parts(model: Any, implementation: Any) -> None:
+    """Sets the attention implementation of a model and its parts; Transformers refuses classes whose source it cannot read."""
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation(implementation)
 
 
 def is_stateful(model_class: Any) -> bool:

@@ -19,7 +19,7 @@ from ..plan.patterns import Pattern
 from ..plan.problem import Documents, HeldKeys
 from ..ring.attention import FORWARD, CheckedCall, Options, checked_call
 from ..ring.operator import UNTRACEABLE, GraphLayer, check_not_traced
-from .config import layer_pattern, unpatched_pattern
+from .config import layer_pattern, patterns_of_layers, unpatched_pattern
 from .forward_pass import CALL, ForwardPass, forward_pass_of, names_rows_in_graph, number_of, running
 from .hybrid_types import MIXERS
 from .masks import OwnBranch, Tokens, padding_first, tokens_of
@@ -190,12 +190,21 @@ def _layer_call(arguments: _LayerArguments, now: ForwardPass | None) -> _LayerCa
             is_causal, own = kwargs.get("is_causal"), _own_branch(module, sliding_window)
             causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         of_model = None if own is None else own[0](own[1])
-        pattern = _pattern_of(module, of_model)
+        skipped = now.skipped if now is not None else ()
+        # Layers that draft tokens have numbers that begin at 0, as the layers of their model have, which own the patterns.
+        layer = None if skipped else getattr(module, "layer_idx", None)
+        if layer is None and not skipped and patterns_of_layers(getattr(module, "config", None)):
+            raise ValueError(
+                f"{type(module).__name__}: expected one pattern for all layers, got patterns by layer, and its layers share "
+                f"attention without a number: call ra.patch_model(model, pattern)"
+            )
+        pattern = _pattern_of(module, layer, of_model)
         held, documents = tokens.held, tokens.documents
         if held is None:
             if tokens.layout is None:
                 _check_lengths(module, query.shape[2], key.shape[2], tokens, causal)
-                _check_dropped_keys(module, tokens, of_model, pattern)
+                dropped = tokens.before > (skipped[int(module.layer_idx)] if skipped else 0)  # type: ignore[arg-type]
+                _check_dropped_keys(module, dropped, of_model, pattern)
                 held, documents = _held(query.shape[2], key.shape[2], tokens)
             _check_padding_and_pieces(module, tokens, of_model, pattern, held)
         heads = head_shard(module, query, key)
@@ -211,11 +220,11 @@ def _layer_call(arguments: _LayerArguments, now: ForwardPass | None) -> _LayerCa
     return _LayerCall(call, options, tokens, of_model)
 
 
-def _pattern_of(module: nn.Module, of_model: Branch | None) -> Pattern:
+def _pattern_of(module: nn.Module, layer: int | None, of_model: Branch | None) -> Pattern:
     """Returns the pattern of a layer in this pass; under `exact_attention`, what the layer computes without patterns."""
     config = getattr(module, "config", None)
     if all(other is not config for other in running().exact):
-        return layer_pattern(config, getattr(module, "layer_idx", None), of_model)
+        return layer_pattern(config, layer, of_model)
     if torch.is_grad_enabled():
         raise ValueError(
             "exact_attention: gradients are recorded, and a backward pass would recompute layers with the model's own pattern: "
@@ -258,7 +267,7 @@ def _check_lengths(module: nn.Module, num_queries: int, num_rows: int, tokens: T
         )
 
 
-def _check_dropped_keys(module: nn.Module, tokens: Tokens, of_model: Branch | None, pattern: Pattern) -> None:
+def _check_dropped_keys(module: nn.Module, dropped: bool, of_model: Branch | None, pattern: Pattern) -> None:
     """Refuses a pattern that shows keys which a cache has dropped: it keeps as many as the layer's own branch shows.
 
     Only in layers with chunks are the positions of those keys known, on which other branches than windows depend.
@@ -266,7 +275,7 @@ def _check_dropped_keys(module: nn.Module, tokens: Tokens, of_model: Branch | No
     kept, chunks = getattr(of_model, "length", None) or 0, isinstance(of_model, Segment)
     for branch in (branch for one in pattern.kv_heads or (pattern,) for branch in one.branches):
         known = isinstance(branch, (Segment, Window)) and branch.length is not None and branch.length <= kept
-        if tokens.dropped and not (known and (chunks or (isinstance(branch, Window) and branch.dilation == 1))):
+        if dropped and not (known and (chunks or (isinstance(branch, Window) and branch.dilation == 1))):
             raise ValueError(
                 f"{_name_of(module)} has the pattern {pattern}, and its cache drops keys beyond the model's own "
                 f"window or chunks of {kept} tokens: pass cache=DynamicCache(), made without the config, which keeps all"
@@ -297,7 +306,7 @@ def _check_padding_and_pieces(
     The last queries of a prompt's first piece are not the prompt's; `Problem` refuses later pieces if need be.
     """
     length = getattr(of_model, "length", None)
-    if tokens.valid is not None and (tokens.dropped or (length is not None and length < tokens.valid.shape[1])):
+    if tokens.valid is not None and (tokens.before or (length is not None and length < tokens.valid.shape[1])):
         raise NotImplementedError(
             f"{_name_of(module)} has a window or chunks of {length} tokens, "
             f"and its row has padding inside a document: take rows of one length, or use 'sdpa'"
@@ -323,7 +332,8 @@ def _check_call(arguments: _LayerArguments, now: ForwardPass | None) -> None:
         raise ValueError(
             f"{name}: output_attentions=True was asked for, but ring_dilated never forms the attention weights: use 'eager'"
         )
-    passed = strings_of(type(module).forward)
+    kind: Any = type(module)
+    passed = _strings_of_bases(kind)
     for argument, present in kwargs.items():
         # Transformers passes every entry of a batch on to here. Only those that the layer's own code names have a meaning.
         if present is not None and argument not in _KNOWN and (argument in passed or argument in _REFUSED):
@@ -356,6 +366,13 @@ def strings_of(forward: Callable[..., Any]) -> frozenset[str]:
     constants = () if code is None else code.co_consts
     flat = (x for constant in constants for x in (constant if isinstance(constant, tuple) else (constant,)))
     return frozenset(x for x in flat if isinstance(x, str))
+
+
+@functools.cache
+def _strings_of_bases(kind: Any) -> frozenset[str]:
+    """Returns the strings in the code of the forward of a class and of its bases, which it may call."""
+    forwards: Any = [vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)]
+    return frozenset().union(*map(strings_of, forwards))
 
 
 AttentionInterface.register(IMPLEMENTATION, ring_dilated_attention)

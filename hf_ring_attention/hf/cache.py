@@ -40,6 +40,18 @@ def cache_argument(cache: Cache | None) -> dict[str, Cache | None]:
     return {name: cache}
 
 
+def tokens_skipped(cache: Cache | None) -> tuple[int, ...]:
+    """Returns how many tokens each layer of a cache skips at the start of a row; () for a cache whose layers skip none.
+
+    Layers that draft tokens (`use_mtp` of generate) read later tokens than the model does, and never have keys of the first.
+    """
+    offset_of = getattr(type(cache), "get_query_offset", None)
+    if cache is None or offset_of is getattr(Cache, "get_query_offset", None):
+        return ()
+    layers: Any = cache.layers
+    return tuple(cache.get_mask_sizes(1, n)[1] - layer.get_mask_sizes(1)[1] for n, layer in enumerate(layers))
+
+
 class ShardedLayer(DynamicLayer):
     """One layer's keys and values: first a shard of the prefilled row, then all later tokens."""
 

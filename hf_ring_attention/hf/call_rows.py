@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from ..plan.problem import HeldKeys
 from ..ring.ring import Ring
 from ..transport.agreement import digest
-from .cache import ShardedCache, cache_in
+from .cache import ShardedCache, cache_in, tokens_skipped
 from .config import warn_once
 from .forward_pass import ForwardPass
 from .rows import documents_from_mask, rows_of_call, rows_to_cut, tokens_in
@@ -27,6 +27,7 @@ _REPLICAS = "use one seed, and train under DDP, FSDP or ZeRO"
 def find_rows(now: ForwardPass, kwargs: Mapping[str, Any], multiple: int = 1) -> None:
     """Finds the rows of a call once all ranks have come with equal calls, and divides a `multiple` of so many tokens."""
     ring, runner, cut_rows, cache = now.ring, now.runner, now.call.rows, cache_in(kwargs)
+    now.skipped = tokens_skipped(cache)
     own_cache = not isinstance(cache, ShardedCache) and (cache is not None or kwargs.get("use_cache") is True)
     if ring is None or ring.world_size == 1 or own_cache:
         now.whole = ring is not None and ring.world_size > 1

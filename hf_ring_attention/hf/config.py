@@ -71,8 +71,16 @@ class _Patterns:
 def layer_pattern(config: Any, layer: int | None, of_model: Branch | None = None) -> Pattern:
     """Returns what `patch_config` set for a layer, else its own window or chunks `of_model`, else what was set for all."""
     patterns = _patterns(config)
-    default = unpatched_pattern(of_model) if of_model is not None or patterns.pattern is None else patterns.pattern
-    return default if layer is None else patterns.layers.get(layer, default)
+    if layer is not None and layer in patterns.layers:
+        return patterns.layers[layer]
+    if of_model is not None or patterns.pattern is None:
+        if of_model is None and layer is not None and patterns.layers:
+            raise ValueError(
+                f"{class_name(config)}: expected a pattern for layer {layer}, found patterns for layers "
+                f"{sorted(patterns.layers)} only: call ra.patch_config with one for it"
+            )
+        return unpatched_pattern(of_model)
+    return patterns.pattern
 
 
 def patterns_of_layers(config: Any) -> Mapping[int, Pattern]:
@@ -86,20 +94,20 @@ def unpatched_pattern(of_model: Branch | None) -> Pattern:
 
 
 #: Cache: parsed patterns, by the text of a config's attribute, because each layer asks at every token that is generated.
-_parsed_before: dict[tuple[str, int | None], _Patterns] = {}
+_parsed_before: dict[str, _Patterns] = {}
 
 
 def _patterns(config: Any) -> _Patterns:
-    settings, num_layers = settings_of(config), getattr(config, "num_hidden_layers", None)
+    settings = settings_of(config)
     if settings is None:
         return _Patterns(None, {})
-    key = repr(settings), num_layers
+    key = repr(settings)
     if len(_parsed_before) >= 256:
         _parsed_before.clear()
-    return _parsed_before.get(key) or _parsed_before.setdefault(key, _parsed(settings, num_layers))
+    return _parsed_before.get(key) or _parsed_before.setdefault(key, _parsed(settings))
 
 
-def _parsed(settings: Any, num_layers: int | None) -> _Patterns:
+def _parsed(settings: Any) -> _Patterns:
     """Parses every key: an ignored key would mean exact attention instead of a pattern."""
     try:
         keys = {*settings} - {"hint"} if isinstance(settings, Mapping) else set()
@@ -109,9 +117,6 @@ def _parsed(settings: Any, num_layers: int | None) -> _Patterns:
         numbers = [*layers] if isinstance(layers, Mapping) else [layers]
         if not all(isinstance(number, str) and re.fullmatch("[0-9]{1,6}", number) for number in numbers):
             raise ValueError("'layers' must be a dict by layer number, written as text as in JSON: {'0': ...}")
-        beyond = [number for number in numbers if num_layers is not None and int(number) >= num_layers]
-        if beyond:
-            raise ValueError(f"expected layers of a config with {num_layers} layers, got {beyond}")
         pattern = Pattern.from_dict(settings["pattern"]) if "pattern" in settings else None
         return _Patterns(pattern, {int(number): Pattern.from_dict(layers[number]) for number in numbers})
     except ValueError as error:
@@ -167,7 +172,7 @@ def has_only_exact_attention(config: PretrainedConfig) -> bool:
 def check_settings(settings: Any, config: PretrainedConfig, owner: str) -> str:
     """Checks settings that were saved, for a text model with this config, and returns a text that names their patterns."""
     try:
-        patterns = _parsed(settings, getattr(config, "num_hidden_layers", None))
+        patterns = _parsed(settings)
         patterns.check(config)
     except ValueError as error:
         raise ValueError(f"{owner}: {error}") from error
@@ -197,7 +202,8 @@ def warn_once(text: str, level: int = logging.WARNING) -> None:
 
 def fewest_last_of(config: Any) -> int | None:
     """Returns how many of a document's last tokens see every key in all layers that have a `Last`; None if no layer has one."""
-    found = [fewest_last(layer_pattern(config, layer)) for layer in (None, *range(config.num_hidden_layers))]
+    patterns = _patterns(config)
+    found = [fewest_last(pattern) for pattern in (patterns.pattern, *patterns.layers.values()) if pattern is not None]
     return min((tokens for tokens in found if tokens is not None), default=None)
 
 
@@ -247,7 +253,9 @@ def patch_config(
     else:
         pattern = as_pattern(pattern, "patch_config")
         own = dict.fromkeys(_checked_layers(layers, count), pattern)
-        patterns = _Patterns(before.pattern, {**before.layers, **own}) if own else _Patterns(pattern, {})
+        by_layer, others = {**before.layers, **own}, before.pattern or Pattern.exact()
+        as_a_list = len(by_layer) == count and others == Pattern.exact()
+        patterns = _Patterns(None if as_a_list else others, by_layer) if own else _Patterns(pattern, {})
     if layers is not None and not isinstance(pattern, Pattern):
         raise ValueError("patch_config: a list or a calibration has patterns for layers of its own: leave layers out")
     patterns.check(text_config)

@@ -17,7 +17,7 @@ from ..plan.layouts import SequenceLayout
 from ..plan.patterns import Pattern
 from ..plan.problem import Documents, HeldKeys
 from ..ring.ring import Ring
-from .wrappers import inner_model
+from .wrappers import attachment_of, inner_model
 
 #: A function of hidden states [..., width] that gives logits [..., vocabulary].
 Head = Callable[[Tensor], Tensor]
@@ -69,6 +69,7 @@ class ForwardPass:
     call: Call
     rows: WholeRows | None = None  # None in a step of generation
     held: HeldKeys | None = None  # the keys in the cache of this rank, in a step against a sharded cache
+    skipped: tuple[int, ...] = ()  # by layer, as `tokens_skipped` returns it
     whole: bool = False  # whether every rank computes whole rows by itself, because the call has a cache of its own
     last_position: int | None = None  # the greatest position id of whole rows that are cut
     #: Makes what the head gets of this rank's last hidden states [B, n local, width]; None for those of whole rows.
@@ -89,6 +90,13 @@ class ForwardPass:
     @property
     def documents(self) -> Documents | None:
         return None if self.rows is None else self.rows.documents
+
+    def mark_running(self, runs: bool) -> None:
+        """Sets whether this call runs, so that no part of it may begin in a graph."""
+        for module in (self.runner, self.module):
+            attachment = attachment_of(module)
+            assert attachment is not None
+            attachment.runs = runs
 
     def broken_off(self) -> bool:
         """Returns whether Ctrl-C ended the call that makes this pass; torch runs no hooks then that would end the pass."""
@@ -131,10 +139,12 @@ def set_forward_pass(forward_pass: ForwardPass | None) -> None:
     _RUNNING.set(_RUNNING.get()._replace(forward_pass=forward_pass))
 
 
+@torch.compiler.assume_constant_result  # Graphs ask when they are traced: what was broken off keeps none from beginning.
 def drop_broken_passes() -> None:
     """Ends the forward passes of this thread that Ctrl-C broke off."""
     now = running().forward_pass
     while now is not None and now.broken_off():
+        now.mark_running(False)
         now = now.outer
     set_forward_pass(now)
 

@@ -27,7 +27,7 @@ from ..ring.shards import RINGS, shard_of, whole_of
 from .attention import call_in_graph, strings_of
 from .call_rows import find_rows
 from .config import patterns_of_layers
-from .forward_pass import CALL, NUMBER_IN_GRAPHS, Call, ForwardPass, names_rows_in_graph
+from .forward_pass import CALL, NUMBER_IN_GRAPHS, Call, ForwardPass, drop_broken_passes, names_rows_in_graph
 from .hybrid_types import MIXERS
 from .join import LOGITS_NOT_FORMED
 from .lm_loss import IGNORED
@@ -159,6 +159,7 @@ def in_graph(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     attachment = attachment_of(module)
     if attachment is None or not torch.compiler.is_dynamo_compiling():
         return False
+    drop_broken_passes()
     mask, positions, labels = (kwargs.get(name) for name in ("attention_mask", "position_ids", "labels"))
     alone = attachment.ring is None or attachment.ring.world_size == 1
     known = (*_ARGUMENTS, "shift_labels") if alone else _ARGUMENTS

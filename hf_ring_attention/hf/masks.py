@@ -46,7 +46,7 @@ class Tokens:
     causal: bool | None = None  # whether queries see no later keys; None for a plain mask
     #: The window or chunks of the layer in the model itself. Models make masks with a window of 0 for layers that they lack.
     own: OwnBranch | None = None
-    dropped: bool = False  # whether the cache has dropped keys before these
+    before: int = 0  # the number of tokens of the row before the first key
     missing: tuple[int, ...] = ()  # the number of tokens of each batch row that it has dropped, in a layer with chunks
     layout: SequenceLayout | None = None  # how the sequence is sharded; None if it is whole
     held: HeldKeys | None = None  # the part of the sequence in the cache of this rank; None for all of it
@@ -109,7 +109,7 @@ def ring_dilated_mask(
         missing = (kv_offset,) * batch_size
         if attention_mask is not None:
             missing = tuple((attention_mask[:, :kv_offset] != 0).sum(1).tolist())
-    tokens = Tokens(documents, kv_length, written, causal, own, kv_offset > 0, missing, layout, held, valid)
+    tokens = Tokens(documents, kv_length, written, causal, own, kv_offset, missing, layout, held, valid)
     if now is not None:
         now.tokens.append(tokens)
     mask = torch.tensor([[[[CALLS.add(tokens)]]]])

@@ -163,16 +163,9 @@ def begin_call(module: PreTrainedModel, runner: PreTrainedModel, kwargs: dict[st
     if not now.whole and now.held is None:
         _decide(now, kwargs)
     now.frame = calling_frame(module)
-    _set_running(now, True)
+    now.mark_running(True)
     set_forward_pass(now)
     return now
-
-
-def _set_running(now: ForwardPass, runs: bool) -> None:
-    for module in (now.runner, now.module):
-        attachment = attachment_of(module)
-        assert attachment is not None
-        attachment.runs = runs
 
 
 def _remember_for_recomputation(model: PreTrainedModel) -> None:
@@ -224,7 +217,7 @@ def _decide(now: ForwardPass, kwargs: dict[str, Any]) -> None:
 def end_call(now: ForwardPass, kwargs: dict[str, Any], output: Any) -> Any:
     """Ends the call that `begin_call` began, and returns its output as of whole rows; None for no change."""
     set_forward_pass(now.outer)
-    _set_running(now, False)
+    now.mark_running(False)
     now.frame = None
     if output is None:  # The forward pass raised an error, which must not be replaced.
         return None

@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ..compute.private import implementation_of, remove_hooks
+from ..compute.private import implementation_of, remove_hooks, set_implementation, set_implementation_of_parts
 from ..plan.branches import check_choice
 from ..plan.choices import KernelSetting
 from ..plan.patterns import Pattern
 from ..ring.operator import UNTRACEABLE
 from ..ring.ring import Ring
+from .cache import cache_in, tokens_skipped
 from .config import (
     ComputedOnCopy,
     PatternsOfLayers,
@@ -171,7 +172,8 @@ def patch_model(
     elif settings_of(config) is None:
         use_pattern_of_adapters(model, inner.config)
     layer_pattern(config, None)  # A config that is not understood is refused before the model is changed.
-    inner.set_attn_implementation(implementation_argument(inner.config))
+    set_implementation(config, IMPLEMENTATION)
+    set_implementation_of_parts(inner, implementation_argument(inner.config))
     if settings_of(config) is not None:
         keep_implementation(inner.config)
     remember_pattern(adapters_of(model), inner.config)
@@ -225,7 +227,8 @@ def _first_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
     if implementation_of(config) != IMPLEMENTATION:
         return None
     patch_model(model, ring=attached_ring(runner_of(model)))  # The decoder may have been patched before.
-    if settings_of(config) is None and not (dist.is_initialized() and dist.get_rank()):
+    drafts = bool(tokens_skipped(cache_in(kwargs)))  # Transformers has made it for a model that was patched.
+    if settings_of(config) is None and not drafts and not (dist.is_initialized() and dist.get_rank()):
         warn_once(
             f"a model with attn_implementation={IMPLEMENTATION!r} has no pattern, so it computes exact attention: call "
             f"ra.patch_model(model, pattern), or load it with config=ra.patch_config(config, pattern); 'exact' is a pattern too"

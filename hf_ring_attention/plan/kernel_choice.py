@@ -157,13 +157,15 @@ def _by_speed(device: DeviceFacts, call: CallFacts) -> list[tuple[str, str]]:
     is_long = half and call.tiles.rows >= LONG_TILE
     # Elsewhere torch too prefers flash. cuDNN compiles a program for each new shape.
     for_cudnn = is_long and call.tiles.full_rows and device.capability[0] in (9, 10)
-    in_place = is_long or (half and call.tiles.whole_rows)
+    # Flash takes a launch for each length of the documents of packed rows.
+    one_document = half and call.tiles.full_rows and (is_long or call.tiles.whole_rows)
+    activated = device.flash is not None and (is_long or one_document)
     on_gpu = [
-        (in_place and device.flash is not None, "flash", f"torch.nn.attention has activated {device.flash}"),
+        (activated, "flash", f"torch.nn.attention has activated {device.flash}"),
         (for_cudnn, "cudnn", f"all tiles are full or causal, of {LONG_TILE} rows or more"),
-        (in_place, "flash", "its calls take long tiles, or the documents of whole rows in place"),
+        (one_document, "flash", "its calls take long tiles, or whole rows in place"),
         (half, "fused", "one launch takes all tiles"),
-        (half, "flash", "it takes bands by its windows"),
+        (half, "flash", "it takes bands by its windows, and the documents of whole rows in place"),
         (True, "efficient", "it takes bands in stretches"),
         (call.dtype == "float32", "fused", "one launch takes all tiles"),  # Its blocks of float32 are small.
     ]

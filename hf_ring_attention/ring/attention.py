@@ -28,9 +28,7 @@ from .engine import AllGradients, Execution, ForwardResults
 from .operator import CALLS, UNTRACEABLE, GraphLayer, check_not_traced, define
 from .planner import CallKey
 from .ring import Ring, is_recorded, ring_alone
-
-#: The checks of the calls of `ring_attention` in graphs, which may run at any time.
-_TRACED: list[Callable[..., CheckedCall]] = []
+from .shards import RINGS
 
 #: The name of a call of attention when ranks compare their calls, here or in a model that refuses its part.
 FORWARD = "a forward pass of attention"
@@ -98,7 +96,11 @@ def ring_attention(
     elif (
         _OBJECTS_ARE_CONSTANTS and layout is None and documents is None and (ring is None or ring.transport != "heads")
     ):
-        call = torch.ops.hf_ring_attention.begin_call(q, _number_in_graphs(*arguments))
+        # Numbers that may change are factors of tensors: torch would make a graph for each other number.
+        one = torch.ones((), dtype=torch.float64, device="cpu")
+        scales = [None if x is None else one * x for x in (scale, softcap)]
+        number = 0 if ring is None else ring.number
+        call = torch.ops.hf_ring_attention.begin_call(q, number, _text_of(pattern), bool(causal), head_shard, *scales)
         out, lse = torch.ops.hf_ring_attention.attend(q, k, v, sinks, call, 0, "", [float(torch.is_grad_enabled())])
     else:  # Rows of their own would need a graph of their own.
         out, lse = _ring_attention_at_a_break(q, k, v, sinks, arguments, return_lse)
@@ -113,30 +115,6 @@ def _ring_attention(
 
 
 _ring_attention_at_a_break = torch.compiler.disable(_ring_attention, reason=UNTRACEABLE)
-
-
-@torch.compiler.assume_constant_result
-def _number_in_graphs(*arguments: Any) -> int:
-    """Returns the number of a call in the graph that is being traced; its arguments are constants there."""
-
-    def check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layer: GraphLayer) -> CheckedCall:
-        options = Options(*arguments)._replace(recorded_in_graph=layer.recorded)
-        return checked_call(q, k, v, sinks, options)
-
-    _TRACED.append(check)
-    return len(_TRACED) - 1
-
-
-def _begin_call(q: Tensor, number: int) -> Tensor:
-    """Returns the number of one run of a call of `ring_attention` in a graph."""
-    return torch.tensor([CALLS.add(CallsInGraph(_TRACED[number]), keep=True)])
-
-
-def _fake_begin_call(q: Tensor, number: int) -> Tensor:
-    return torch.empty(1, dtype=torch.int64, device="cpu")
-
-
-define("begin_call(Tensor q, int number) -> Tensor", _begin_call, _fake_begin_call)
 
 
 class Options(NamedTuple):
@@ -195,6 +173,29 @@ class CallsInGraph:
         for call in self._calls.values():
             call.forget()
 
+
+@torch.compiler.assume_constant_result
+def _text_of(pattern: Pattern | str) -> str:
+    return str(as_pattern(pattern, "ring_attention"))
+
+
+def _begin_call(q: Tensor, ring: int, pattern: str, causal: bool, heads: list[int], *scales: Tensor | None) -> Tensor:
+    """Returns the number of one run of a call of `ring_attention` in a graph."""
+    scale, softcap = (None if x is None else float(x) for x in scales)
+    of_call: Any = RINGS[ring] if ring else None
+    options = Options(pattern, of_call, None, causal, scale, None, softcap, (heads[0], heads[1]))
+
+    def check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layer: GraphLayer) -> CheckedCall:
+        return checked_call(q, k, v, sinks, options._replace(recorded_in_graph=layer.recorded))
+
+    return torch.tensor([CALLS.add(CallsInGraph(check), keep=True)])
+
+
+define(
+    "begin_call(Tensor q, int ring, str pattern, bool causal, int[] heads, Tensor? scale, Tensor? softcap) -> Tensor",
+    _begin_call,
+    lambda q, *others: torch.empty(1, dtype=torch.int64, device="cpu"),
+)
 
 #: The last runs of graphs.
 _RECENT: deque[CallsInGraph] = deque()

@@ -201,6 +201,8 @@ def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManage
         True
     """
     names = torch.ops.hf_ring_attention
-    # Graphs take torch's contexts alone, which do less (`kept_results`).
-    contexts: Any = create_selective_checkpoint_contexts if torch.compiler.is_compiling() else kept_results
-    return contexts([names.attend.default, names.attend_by_heads.default])
+    operators = [names.attend.default, names.attend_by_heads.default]
+    if torch.compiler.is_compiling():  # Graphs take torch's contexts alone, which do less (`kept_results`).
+        contexts: Any = create_selective_checkpoint_contexts(operators)
+        return contexts
+    return kept_results([*operators, names.begin_call.default])  # A compiled layer then names the same call again.

@@ -146,12 +146,19 @@ def errors(report: Report) -> None:
     table(f"Errors relative to float64; the bound is {LIMITS[DTYPE]}", f"{DTYPE}|out|lse|dq|dk|dv", sorted(rows))
 
 
+def marked_files() -> list[str]:
+    """Returns the files of tests that are marked cuda; the longest, whole calls against the oracle, are the last to start."""
+    files = sorted(ROOT.glob("tests/*/test_*.py"), key=lambda path: ("oracle" in path.name, path))
+    return [str(path) for path in files if "mark.cuda" in path.read_text("utf-8")]
+
+
 def tests(report: Report, *files: str) -> None:
     """Runs the tests that are marked cuda; a file that imports a missing package is named."""
-    marked = [str(path) for path in sorted(ROOT.glob("tests/*/test_*.py")) if "mark.cuda" in path.read_text("utf-8")]
+    marked = marked_files()
     if not find_spec("pytest") or not marked:
         return report.note("left out", "tests", "pytest is missing" if marked else "this copy has no tests")
     words = ["-m", "pytest", "-q", "-m", "cuda", "--all", "--continue-on-collection-errors", "-p", "no:cacheprovider"]
+    words += ["-p", "no:benchmark"]  # Beside xdist it warns, and here each warning is an error.
     words += [*(["-n", "4"] if CUDA and find_spec("xdist") else []), *(files or marked[: 1 if report.small else None])]
     limit = max(1.0, min(150.0, report.left - 30))
     with tempfile.TemporaryFile("w+") as printed:
@@ -163,6 +170,7 @@ def tests(report: Report, *files: str) -> None:
             except subprocess.TimeoutExpired:
                 report.note("left out", "tests", f"those that had not ended after {limit:.0f} s")
                 process.send_signal(end)
+        process.wait()
         printed.seek(0)
         text = printed.read().strip()
     for name, reason in re.findall(r"^(?:FAILED|ERROR) (\S+)(?: - (.*))?$", text, re.MULTILINE):

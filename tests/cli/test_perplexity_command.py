@@ -6,9 +6,11 @@ import os
 import re
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_ring_attention as ra
+from hf_ring_attention.evaluation import texts
 from hf_ring_attention.evaluation.lengths import figures_by_length
 from hf_ring_attention.evaluation.texts import tokenized_text
 from tests.support.checkpoints import save_calibration, save_checkpoint_of_words
@@ -115,6 +117,13 @@ def test_options_and_texts_that_cannot_be_used_are_refused(model, refusal):
     (model / "short.txt").write_text("fox")
     error = refusal(["perplexity", model / "model", model / "short.txt"])
     assert "2 tokens or more are needed, got 1" in error
+
+
+def test_opening_tokens_without_others_are_refused(model, refusal, monkeypatch):
+    monkeypatch.setattr(texts, "opening_tokens", lambda tokenizer: torch.tensor([3, 4]))
+    (model / "empty.txt").write_text("")
+    error = refusal(["perplexity", model / "model", model / "empty.txt"])
+    assert "3 tokens or more are needed, got 2" in error
 
 
 def test_lengths_have_rows_of_their_own(model, command):

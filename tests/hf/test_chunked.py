@@ -171,7 +171,7 @@ def test_a_copied_mask_still_says_what_the_cache_has_dropped():
     attention_mask[1, :3], attention_mask[2, :10] = 0, 0
     mask = mask_of_step(attention_mask, 8, 6, 3)
     tokens = tokens_of(mask.clone())
-    assert (tokens.own, tokens.dropped) == ((ra.Segment, 6), True)
+    assert (tokens.own, tokens.before) == ((ra.Segment, 6), 8)
     assert tokens.missing == (8, 5, 0)
     assert tokens.documents == (((0, 6),), ((0, 6),), ((2, 6),))
     whole = mask_of_step(None, 8, 6)

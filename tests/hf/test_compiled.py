@@ -320,6 +320,24 @@ def test_what_a_graph_cannot_hold_breaks_it():
     assert distance(call(**rows).logits, model(**rows).logits) <= EXACT
 
 
+@pytest.mark.parametrize("compiled_before", [False, True])
+def test_a_call_that_ctrl_c_ended_keeps_no_graph_from_beginning(compiled_before):
+    model, rows = ra.patch_model(tiny_llama(PATTERN).double()), batch(32, "plain")
+    call, counter = compiled(model)
+    expected = model(**rows).logits
+    if compiled_before:
+        call(**rows)
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(**rows)
+    hook.remove()
+    assert distance(call(**rows).logits, expected) <= EXACT and counter.frame_count > 0
+
+
 def test_padding_inside_a_document_is_refused():
     model, rows = ra.patch_model(tiny_llama(PATTERN)), batch(32, "padded")
     rows["attention_mask"][0, 10] = 0

@@ -45,7 +45,7 @@ def test_masks_say_what_eager_would_read():
     mask[1, :3] = mask[1, -4:] = 0
     said = tokens_of(made(create_causal_mask, mask=mask))
     assert said.documents == (((0, TOKENS),), ((3, TOKENS - 4),))
-    assert (said.causal, said.own, said.dropped, said.length, said.written) == (True, None, False, TOKENS, TOKENS)
+    assert (said.causal, said.own, said.before, said.length, said.written) == (True, None, 0, TOKENS, TOKENS)
     assert tokens_of(made(create_bidirectional_mask)).causal is False
     said = tokens_of(made(create_sliding_window_causal_mask, config_of("mistral"), mask=mask))
     assert (said.causal, said.own) == (True, (ra.Window, 6))

@@ -25,7 +25,6 @@ from tests.support.neighbours import (
 )
 from tests.support.probe import LOGITS, batch, distance, logits_and_gradients, over_ring
 from tests.support.ranks import TIMEOUT, on_ranks, run_simulated
-from tests.support.threads import forget_modes
 from tests.support.tiny_models import VOCAB, tiny_config
 from tests.support.tolerance import EXACT
 
@@ -38,9 +37,8 @@ pytestmark = [
 
 @pytest.mark.own_dtypes  # torch.compile compiles nothing where tests.support.tolerance turns float32 into float64
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_compiled(calls, monkeypatch):
+def test_compiled(calls):
     """Also where it was compiled first and patched then; each graph breaks at the attention, and nowhere else is lost."""
-    forget_modes(monkeypatch)
     rows = batch("left")
     torch._dynamo.reset()
     model = llama()

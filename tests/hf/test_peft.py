@@ -177,7 +177,7 @@ def test_prompts_are_saved_with_their_pattern(tmp_path):
     ("settings", "message"),
     [
         ({"pattern": "window:4"}, "adapter 'default': config.ring_dilated must be as ra.patch_config.*expected a dict"),
-        ({"layers": {"7": {}}}, r"expected layers of a config with 2 layers, got \['7'\]"),
+        ({"layers": {"1": {}}}, r"adapter 'default': config.ring_dilated must be .*missing keys \['branches'\]"),
         (ra.patch_config(LlamaConfig(num_key_value_heads=3), "kv0=exact;kv1-2=window:4").ring_dilated, "is for 3 key"),
     ],
     ids=["text", "layer", "heads"],

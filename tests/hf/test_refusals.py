@@ -1,10 +1,14 @@
 """What "ring_dilated" does not compute is refused before it computes something else; the message says what and what to do."""
 
+import importlib
+import sys
+import types
 import warnings
 
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.masks import ring_dilated_mask
@@ -65,9 +69,15 @@ def test_arguments_that_a_later_transformers_could_pass():
 
     expected = model(input_ids=IDS).logits
     assert torch.equal(model(input_ids=IDS, temperatures=torch.ones(10)).logits, expected)
-    model.model.layers[1].self_attn.__class__ = Later
-    with pytest.raises(NotImplementedError, match=r"Later: layer 1 came with temperatures, which would change"):
-        model(input_ids=IDS)
+
+    class Wrapped(Later):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    for kind in (Later, Wrapped):
+        model.model.layers[1].self_attn.__class__ = kind
+        with pytest.raises(NotImplementedError, match=rf"{kind.__name__}: layer 1 came with temperatures, which would"):
+            model(input_ids=IDS)
 
 
 def test_patch_model_of_something_else():
@@ -138,3 +148,48 @@ def test_tracing_is_refused_by_name(traced):
     assert "which no exported program can: export with attn_implementation='sdpa'" in text
     if traced != "strict export":
         assert text.startswith("NotImplementedError: torch.export or torch.jit.trace was asked for")
+
+
+# ---- classes of one's own
+
+BESIDE_ATTENTION = """
+from torch import nn
+from transformers import LlamaForCausalLM
+
+class Own(LlamaForCausalLM):
+    pass
+
+class PlainAttention(nn.Module):
+    pass
+"""
+
+
+@pytest.fixture
+def unasked(monkeypatch):
+    """Transformers has read no source yet."""
+    for kind in (LlamaForCausalLM, LlamaForCausalLM.__mro__[1]):
+        monkeypatch.delattr(kind, "_can_set_attn_implementation_cached_value", raising=False)
+
+
+@pytest.mark.parametrize("pattern", [None, "window:4"])
+def test_a_class_of_a_console_computes_as_its_base(pattern, unasked, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "console", types.ModuleType("console"))
+    base, ids = tiny_model("llama", "sdpa"), torch.randint(3, VOCAB, (1, 20))
+    own = type("Own", (LlamaForCausalLM,), {"__module__": "console"})(base.config)
+    own.load_state_dict(base.state_dict())
+    caplog.clear()
+    found = ra.patch_model(own.eval(), pattern)(ids).logits
+    assert torch.equal(found, ra.patch_model(base, pattern)(ids).logits) and not caplog.records
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_class_beside_attention_that_calls_no_interface_is_refused(asked, unasked, monkeypatch, tmp_path):
+    """Whether or not Transformers was asked about its base before."""
+    (tmp_path / "own_attention.py").write_text(BESIDE_ATTENTION)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_attention", raising=False)
+    base = tiny_model("llama", "sdpa")
+    if asked:
+        base.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="Own does not call Transformers' attention interface"):
+        ra.patch_model(importlib.import_module("own_attention").Own(base.config))

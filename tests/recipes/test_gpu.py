@@ -84,12 +84,14 @@ def test_missing_packages_are_named(report, without_packages, monkeypatch, capsy
     assert report.figures["left out"]["tests"] == "pytest is missing"
 
 
+#: A conftest.py with the option of this project's, and a test that passes for 2.
+ALL = "def pytest_addoption(parser):\n    parser.addoption('--all', action='store_true')"
+MARKED = "import pytest\n@pytest.mark.cuda\ndef test_{}():\n    assert {} == 2\n"
+
+
 def test_failed_tests_and_wrong_numbers_are_named(report, monkeypatch, tmp_path, capsys):
-    (tmp_path / "conftest.py").write_text(
-        "def pytest_addoption(parser):\n    parser.addoption('--all', action='store_true')"
-    )
-    marked = "@pytest.mark.cuda\ndef test_{}():\n    assert {} == 2\n"
-    (tmp_path / "test_one.py").write_text("import pytest\n" + marked.format("wrong", 1) + marked.format("right", 2))
+    (tmp_path / "conftest.py").write_text(ALL)
+    (tmp_path / "test_one.py").write_text(MARKED.format("wrong", 1) + MARKED.format("right", 2))
     gpu.tests(report, f"--rootdir={tmp_path}", str(tmp_path))
     assert [*report.figures["wrong"].values()] == ["assert 1 == 2"]
     assert "1 failed, 1 passed" in report.figures["tests"]
@@ -114,10 +116,34 @@ def test_errors_and_missing_time_leave_figures(report, capsys):
     assert figures["wrong"] == {"wrong": "ZeroDivisionError: integer division or modulo by zero"}
 
 
-def test_tests_that_take_too_long_are_left_out(report, tmp_path):
-    (tmp_path / "conftest.py").write_text("import time\ntime.sleep(60)")
-    report.end = time.monotonic()
+def test_a_plugin_for_benchmarks_changes_nothing(report, monkeypatch, tmp_path):
+    """Images for GPUs have pytest-benchmark, which warns beside xdist. The longest tests start last."""
+    plugin = tmp_path / "plugin" / "benchmark-1.dist-info"
+    plugin.mkdir(parents=True)
+    (plugin / "METADATA").write_text("Name: benchmark\nVersion: 1\n")
+    (plugin / "entry_points.txt").write_text("[pytest11]\nbenchmark = warns_beside_xdist\n")
+    (plugin.parent / "warns_beside_xdist.py").write_text("raise RuntimeError('a warning')")
+    monkeypatch.setenv("PYTHONPATH", str(plugin.parent))
+    (tmp_path / "conftest.py").write_text(ALL)
+    (tmp_path / "test_one.py").write_text(MARKED.format("right", 2))
+    gpu.tests(report, f"--rootdir={tmp_path}", str(tmp_path))
+    assert report.figures["wrong"] == {} and "1 passed" in report.figures["tests"]
+    assert Path(gpu.marked_files()[-1]).name == "test_against_oracle.py"
+
+
+def test_tests_that_take_too_long_are_left_out(report, monkeypatch, tmp_path):
+    """Pytest is waited for, also once it was killed: Python warns of a process that still runs when it is forgotten."""
+    deaf = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(60)"
+    (tmp_path / "sitecustomize.py").write_text(deaf)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    report.end, started = time.monotonic(), []
+    start, wait = subprocess.Popen, subprocess.Popen.wait
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *args, **settings: started.append(start(*args, **settings)) or started[0]
+    )
+    monkeypatch.setattr(start, "wait", lambda process, seconds=None: wait(process, seconds and min(seconds, 2)))
     gpu.tests(report, str(tmp_path))
+    assert started[0].returncode is not None
     assert report.figures["left out"] == {"tests": "those that had not ended after 1 s"}
     gpu.errors(report), gpu.steps(report)
     assert report.figures["errors"] == report.figures["steps"] == [] and report.figures["wrong"] == {}

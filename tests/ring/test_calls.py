@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 import hf_ring_attention as ra
 from hf_ring_attention.compute.reference import reference_attention
 from tests.support.cases import EXACT_ATTENTION, TRANSPORTS
-from tests.support.threads import forget_modes
 from tests.support.tolerance import largest
 
 PATTERN = ra.Pattern.pyramid(window=3, levels=3, ratio=2, sinks=2)
@@ -200,11 +199,10 @@ def test_gradient_checkpointing(ranks, rng, world_size, transport):
 
 # Dynamo asks every tensor that comes in for its gradient, and warns of it.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_compiled(rng, monkeypatch):
+def test_compiled(rng):
     """The break is at the attention: there are graphs on both sides of it, and one graph for all is refused."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    forget_modes(monkeypatch)
     torch._dynamo.reset()
     (layer,), x = layers, _ = layers_and_rows(ra.Ring(), rng.randrange(2**32), 1)
     want = outputs_and_gradients(layer, layers, x)

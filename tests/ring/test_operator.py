@@ -1,5 +1,8 @@
 """The operators behind attention, as torch's own checks of operators see them; and what only they do."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -10,7 +13,6 @@ import hf_ring_attention as ra
 from hf_ring_attention.ring.attention import Options, checked_call
 from hf_ring_attention.ring.operator import CALLS
 from tests.support.ranks import run_ranks
-from tests.support.threads import forget_modes
 from tests.support.tolerance import EXACT, distance
 
 OPERATORS = torch.ops.hf_ring_attention
@@ -30,9 +32,8 @@ def call_of(q, k, v, sinks=None, ring=None, **options):
 
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_torch_checks_the_operator(dtype, with_sinks, monkeypatch):
+def test_torch_checks_the_operator(dtype, with_sinks):
     """Schema, autograd, shapes of fake tensors, and tracing with dynamic shapes, by `torch.library.opcheck`."""
-    forget_modes(monkeypatch)
     q, k, v = tensors(dtype=dtype)
     sinks = torch.randn(4, dtype=dtype, requires_grad=True) if with_sinks else None
     call, number = call_of(q, k, v, sinks)
@@ -95,6 +96,54 @@ def test_one_graph_holds_the_function(world_size):
     run_ranks(_in_one_graph, world_size, world_size)
 
 
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) < TorchVersion("2.13"), reason="torch takes no objects as constants"
+)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_one_graph_holds_scales_that_change():
+    """More of them than torch would compile anew."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    pattern = ra.Pattern.window(4)
+
+    def attend(q, k, v, scale, softcap):
+        return ra.ring_attention(1.5 * q, k, v, pattern=pattern, scale=scale, softcap=softcap).sin()
+
+    call, x = torch.compile(attend, fullgraph=True, backend=counter), tensors()
+    for number in range(12):
+        scales = 0.1 + 0.1 * number, 2.0 + number
+        results = []
+        for function in (attend, call):
+            out = function(*x, *scales)
+            results.append([out, *torch.autograd.grad(out.square().sum(), x)])
+        assert max(map(distance, *results)) <= EXACT
+    assert counter.frame_count <= 3
+
+
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) < TorchVersion("2.13"), reason="torch takes no objects as constants"
+)
+def test_graphs_keep_no_ring_alive():
+    """Nor do the last runs of graphs, which wait for a backward pass, once others have come."""
+    x = torch.randn(1, 2, 8, 4)
+
+    def traced():
+        torch._dynamo.reset()
+        ring = ra.Ring.alone()
+        torch.compile(
+            lambda x: ra.ring_attention(x, x, x, pattern="window:4", ring=ring), fullgraph=True, backend="eager"
+        )(x)
+        torch._dynamo.reset()
+        return weakref.ref(ring)
+
+    kept = traced()
+    for _ in range(300):
+        torch.ops.hf_ring_attention.begin_call(x, 0, "exact", True, (0, 1), None, None)
+    gc.collect()
+    assert kept() is None
+
+
 def test_a_second_derivative_is_refused():
     q, k, v = tensors()
     out = ra.ring_attention(q, k, v, pattern="window:4")
@@ -102,6 +151,27 @@ def test_a_second_derivative_is_refused():
         torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="no forward-mode derivative"):
         torch.func.jvp(lambda x: ra.ring_attention(x, k, v, pattern="window:4"), (q.detach(),), (q.detach(),))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_compiled_parts_of_a_layer_that_keeps_attention(whole):
+    """torch.compile compiles them, and what holds attention itself; the kept results are used all the same."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda x: x.sin().cos(), backend=counter)
+
+    def attend(x):
+        return ra.ring_attention(x, x, x, pattern="window:4+1")
+
+    layers = [lambda x: attend(x).sin().cos(), lambda x: compiled(attend(x))]
+    if whole:
+        layers[1] = torch.compile(layers[0], backend=counter)
+    x, gradients = torch.randn(1, 2, 12, 8, dtype=torch.float64, requires_grad=True), []
+    for layer in layers:
+        out = checkpoint(layer, x, use_reentrant=False, context_fn=ra.keep_attention)
+        gradients += torch.autograd.grad(out.square().sum(), x)
+    assert counter.frame_count > 0 and distance(*gradients) <= EXACT
 
 
 @pytest.mark.parametrize("transport", ["ring", "collective", "heads"])
