@@ -1,16 +1,23 @@
 """Models that see images: as under eager attention, or refused with a reason."""
 
+import functools
+
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_ring_attention as ra
+from hf_ring_attention.hf.cache import cache_argument
+from hf_ring_attention.hf.forward_pass import CALL, Call
+from hf_ring_attention.hf.rows import cut, rows_to_cut
+from hf_ring_attention.hf.wrappers import runner_of
 from tests.hf.test_whole_rows import check_over_ring
-from tests.support.neighbours import PYRAMID, built, check, logits_of
-from tests.support.probe import LOGITS, distance, logits_and_gradients
+from tests.support.neighbours import PYRAMID, built, check, logits_of, on_two_ranks
+from tests.support.probe import LOGITS, TOKENS, batch, distance, logits_and_gradients
 from tests.support.ranks import on_ranks
-from tests.support.tiny_models import VOCAB, tiny
+from tests.support.releases import skip_without
+from tests.support.tiny_models import VOCAB, tiny, tiny_model
 
 pytestmark = pytest.mark.usefixtures("calls")
 
@@ -112,6 +119,56 @@ def test_images_over_a_ring(model_type, images):
     check_over_ring(make, lambda model: model(**inputs, use_cache=False), world_size=3, valid=inputs["attention_mask"])
 
 
+#: Of models whose images see themselves: the name of their token types, and the type of text.
+TOKEN_TYPES = {
+    "gemma3": ("token_type_ids", 0),
+    "gemma4": ("mm_token_type_ids", 0),
+    "gemma4_unified": ("mm_token_type_ids", 0),
+    "hrm_text": ("token_type_ids", 0),
+    "paligemma": ("token_type_ids", 1),
+}
+
+
+def of_type(model_type):
+    """A tiny model of a type of `TOKEN_TYPES`, whose images see themselves."""
+    if model_type == "paligemma":
+        return built(AutoModelForImageTextToText, tiny(CONFIG_MAPPING[model_type](), {}))
+    seeing = {"use_bidirectional_attention": "vision"} if "gemma4" in model_type else {}
+    return tiny_model(model_type, "eager", **seeing)
+
+
+@pytest.mark.parametrize("kind", ["left", "packed"])
+@pytest.mark.parametrize("model_type", TOKEN_TYPES)
+def test_token_types_of_text_change_nothing(model_type, kind):
+    """Processors always return them, and TRL hands them on; in packed rows too."""
+    skip_without(model_type)
+    name, of_text = TOKEN_TYPES[model_type]
+    inputs, labels = batch(kind)
+    make = functools.partial(of_type, model_type)
+    expected = logits_and_gradients(make(), inputs, labels)
+    inputs[name] = torch.full_like(labels, of_text)
+    check(logits_and_gradients(ra.patch_model(make()), inputs, labels), expected)
+    check(on_two_ranks(make, inputs, labels), expected)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "gemma4"])
+def test_generation_with_token_types_of_text(model_type):
+    """With the model's own cache on one process, and with a sharded one."""
+    inputs, _ = batch("left")
+    del inputs["position_ids"]
+    inputs[TOKEN_TYPES[model_type][0]] = torch.zeros_like(inputs["input_ids"])
+    settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    expected = of_type(model_type).generate(**inputs, **settings)
+    assert torch.equal(ra.patch_model(of_type(model_type)).generate(**inputs, **settings), expected)
+
+    def work(ring, model):
+        cache = ra.prefill(model, inputs["input_ids"][:, :12], inputs["attention_mask"][:, :12])
+        return model.generate(**inputs, **cache_argument(cache), **settings)
+
+    for found in on_ranks(work, lambda: of_type(model_type)):
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_images_whose_tokens_see_each_other_are_refused(calls, ranks):
     """On every rank; rows of text go on to be computed."""
@@ -126,3 +183,17 @@ def test_images_whose_tokens_see_each_other_are_refused(calls, ranks):
 
     for found in on_ranks(work, lambda: seeing("gemma3"), ranks):
         assert distance(found, expected) <= LOGITS
+
+
+def test_blocks_on_one_rank_of_rows_that_a_loader_cut_are_refused_by_all():
+    inputs, _ = batch("plain")
+    inputs["token_type_ids"] = (torch.arange(TOKENS) < 4).long().expand(2, -1)  # a prefix whose tokens see each other
+
+    def work(ring, model):
+        whole = rows_to_cut(runner_of(model), ring, inputs)
+        part = cut(inputs, whole, ring)
+        with pytest.raises(ValueError, match=r"HrmText.*cannot express this mask"):
+            model(**part, **{CALL: Call(whole)})
+        return bool(part["token_type_ids"].any())
+
+    assert sorted(on_ranks(work, lambda: tiny_model("hrm_text", "eager"), layout="contiguous")) == [False, True]
