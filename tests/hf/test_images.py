@@ -33,6 +33,7 @@ QWEN2_5_VISION = {
     "depth": 2, "patch_size": 2, "fullatt_block_indexes": [1], "window_size": 8, "out_hidden_size": 32,
 }  # fmt: skip
 QWEN2_VISION = {"depth": 2, "embed_dim": 32, "patch_size": 2}
+GLM4V_VISION = {"depth": 2, "patch_size": 2, "image_size": 16, "out_hidden_size": 32}
 GEMMA3 = {"mm_tokens_per_image": 4, "boi_token_index": IMAGE_START, "eoi_token_index": IMAGE_END}
 #: What makes the vision tower tiny, the tokens of an image, and the shape of its pixels.
 SEEING = {
@@ -40,6 +41,7 @@ SEEING = {
     "qwen2_vl": ({"text_config": ROPE, "vision_config": QWEN2_VISION, **MARKS}, 4, (4 * 4, 3 * 2 * 2 * 2)),
     "qwen2_5_vl": ({"text_config": ROPE, "vision_config": QWEN2_5_VISION, **MARKS}, 4, (4 * 4, 3 * 2 * 2 * 2)),
     "qwen3_vl": ({"text_config": ROPE, "vision_config": QWEN3_VISION, **MARKS}, 4, (4 * 4, 3 * 2 * 2 * 2)),
+    "glm4v": ({"text_config": ROPE, "vision_config": GLM4V_VISION}, 4, (4 * 4, 3 * 2 * 2 * 2)),
     "gemma3": ({"vision_config": {"image_size": 16, "patch_size": 4}, **GEMMA3}, 4, (1, 3, 16, 16)),
 }
 IMPLEMENTATIONS = {"text": {"text_config": "ring_dilated"}, "all": "ring_dilated", "patched": None}
@@ -65,7 +67,7 @@ def seen(model_type, images=1):
     inputs = {"input_ids": ids, "attention_mask": mask}
     if images:
         inputs["pixel_values"] = torch.randn(2 * images * pixels[0], *pixels[1:])
-        if "qwen" in model_type:
+        if "rope" in str(SEEING[model_type]):
             inputs["image_grid_thw"] = torch.tensor([[1, 4, 4]] * 2 * images)
             inputs["mm_token_type_ids"] = (ids == IMAGE).int()
         elif model_type == "gemma3":
@@ -117,6 +119,53 @@ def test_images_over_a_ring(model_type, images):
 
     check_over_ring(make, lambda model: model(**inputs, labels=labels, use_cache=False), world_size=2)
     check_over_ring(make, lambda model: model(**inputs, use_cache=False), world_size=3, valid=inputs["attention_mask"])
+
+
+def positions_of(ids):
+    """Of a document with an image of 4 tokens: time, height and width [3, 1, n], which the image numbers by its grid."""
+    first = int((ids == IMAGE).nonzero()[0, 1])
+    grid = torch.tensor([[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 0, 1]]) + first
+    before, after = (torch.arange(n).expand(3, -1) for n in (first, ids.shape[1] - first - 4))
+    return torch.cat([before, grid, after + first + 2], 1)[:, None]
+
+
+@pytest.mark.parametrize("masked", [True, False], ids=["mask of ones", "no mask"])
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"])
+@torch.no_grad()
+def test_positions_in_time_height_and_width_that_restart_begin_a_document(model_type, masked):
+    """Each document sees its image and nothing of its neighbours, on one process and on a ring."""
+    skip_without(model_type)
+    inputs, _ = seen(model_type)
+    kinds, pixels = inputs["mm_token_type_ids"], inputs["pixel_values"].split(SEEING[model_type][2][0])
+    spans = (
+        (0, 0, 18),
+        (1, 4, 16),
+        (1, 16, 18),
+    )  # the second and the third are parts of a row, with an image and without
+    expected, positions = [], []
+    for row, start, stop in spans:
+        ids = inputs["input_ids"][row : row + 1, start:stop]
+        image = {"pixel_values": pixels[row], "image_grid_thw": inputs["image_grid_thw"][:1]} if IMAGE in ids else {}
+        types = {"mm_token_type_ids": kinds[row : row + 1, start:stop]} if image else {}
+        expected.append(seeing(model_type)(input_ids=ids, **image, **types, use_cache=False).logits)
+        positions.append(positions_of(ids) if image else torch.arange(stop - start).expand(3, 1, -1))
+    packed = {
+        "input_ids": torch.cat([inputs["input_ids"][row, start:stop] for row, start, stop in spans])[None],
+        "position_ids": torch.cat(positions, 2),
+        "pixel_values": inputs["pixel_values"],
+        "image_grid_thw": inputs["image_grid_thw"],
+        "use_cache": False,
+    }
+    if masked:
+        packed["attention_mask"] = torch.ones_like(packed["input_ids"])
+
+    def work(ring, model):
+        with torch.no_grad():
+            return model(**packed).logits
+
+    over_ring = on_ranks(work, lambda: seeing(model_type))
+    for found in (ra.patch_model(seeing(model_type))(**packed).logits, *over_ring):
+        assert distance(found, torch.cat(expected, 1)) <= LOGITS
 
 
 #: Of models whose images see themselves: the name of their token types, and the type of text.
