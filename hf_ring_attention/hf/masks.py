@@ -22,7 +22,8 @@ from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents, HeldKeys
 from ..ring.attention import FORWARD
 from ..ring.operator import CALLS, UNTRACEABLE, check_not_traced
-from .forward_pass import drop_broken_passes, forward_pass_of, number_of
+from .config import warn_once
+from .forward_pass import ForwardPass, drop_broken_passes, forward_pass_of, number_of
 from .registration import IMPLEMENTATION
 from .rows import documents_from_mask
 from .support import check_config, class_name
@@ -126,9 +127,26 @@ def ring_dilated_mask(
     tokens = Tokens(documents, kv_length, written, causal, own, kv_offset > 0, missing, layout, held, valid)
     if now is not None:
         now.tokens.append(tokens)
+        _warn_of_padding(now, documents, causal, written if now.rows is None else now.rows.length)
     mask = torch.tensor([[[[CALLS.add(tokens)]]]])
     setattr(mask, _TOKENS, tokens)
     return mask
+
+
+def _warn_of_padding(now: ForwardPass, documents: Documents, causal: bool, length: int) -> None:
+    """Logs once that a head reads padding: its attention output is 0 here, and other implementations do not agree on it."""
+    name, zero = type(now.module).__name__, "padding, whose attention output is 0 under ring_dilated"
+    if now.ring is not None and now.ring.rank > 0:
+        return
+    if now.module.loss_type == "ForQuestionAnswering" and any(sum(b - a for a, b in row) < length for row in documents):
+        warn_once(
+            f"{name} chooses among all tokens of a row, and some are {zero}, so its loss differs from that under 'eager': take "
+            f"one row at a time, or rows of one length"
+        )
+    elif not causal and any(row and row[0][0] > 0 for row in documents):
+        warn_once(
+            f"{name} got rows that begin with {zero}: pad on the right, if a pooler or classifier reads the first token"
+        )
 
 
 def _read_mask_function(
