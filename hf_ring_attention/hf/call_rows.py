@@ -22,6 +22,7 @@ from .rows import documents_from_mask, rows_of_call, rows_to_cut, tokens_in
 def find_rows(now: ForwardPass, kwargs: Mapping[str, Any], multiple: int = 1) -> None:
     """Finds the rows of a call once all ranks have come with equal calls, and divides a `multiple` of so many tokens."""
     ring, runner, cut_rows, cache = now.ring, now.runner, now.call.rows, cache_in(kwargs)
+    now.cacheless = kwargs.get("use_cache") is False
     own_cache = not isinstance(cache, ShardedCache) and (cache is not None or kwargs.get("use_cache") is True)
     if ring is None or ring.world_size == 1 or own_cache:
         now.whole = ring is not None and ring.world_size > 1

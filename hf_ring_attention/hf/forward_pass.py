@@ -70,6 +70,7 @@ class ForwardPass:
     rows: WholeRows | None = None  # None in a step of generation
     held: HeldKeys | None = None  # the keys in the cache of this rank, in a step against a sharded cache
     whole: bool = False  # whether every rank computes whole rows by itself, because the call has a cache of its own
+    cacheless: bool = False  # whether the caller asked for no cache
     last_position: int | None = None  # the greatest position id of whole rows that are cut
     parts: bool = False  # whether the last hidden states stay parts, because the head or the caller computes with them
     keep: Tensor | None = None  # [k] the tokens whose hidden states the head needs; None for all

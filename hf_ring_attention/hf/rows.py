@@ -303,7 +303,8 @@ def _checked_tokens(arguments: Mapping[str, Any]) -> Tensor:
     shape = (batch, length) = tuple(tokens.shape[:2])
     if isinstance(mask, Tensor) and mask.dim() >= 2 and tuple(mask.shape) != shape:
         raise ValueError(
-            f"attention_mask must be [{batch}, {length}] like the tokens, got {tuple(mask.shape)}: pass the tokenizer's mask"
+            f"attention_mask must be [{batch}, {length}] like the tokens, got {tuple(mask.shape)}: pass the tokenizer's mask, "
+            f"and for packed documents position_ids that restart"
         )
     sizes = tuple(positions.shape) if isinstance(positions, Tensor) else ()
     if positions is not None and not (len(sizes) in (2, 3) and sizes[-2:] in (shape, (1, length))):

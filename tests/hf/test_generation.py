@@ -365,3 +365,17 @@ def test_strided_tokens_are_prefilled_and_stepped():
 
     for found in on_ranks(work, llama):
         assert all(torch.equal(x, expected) for x in found)
+
+
+def test_generation_without_a_cache_over_a_ring():
+    """Each step computes the whole row again, and the ranks share it."""
+    ids, mask = prompt()
+    expected = generate(llama(), ids, mask, use_cache=False, do_sample=False)
+
+    def work(ring, model):
+        assert cache_in(model(ids)) is None, "a refusal that names the remedy"
+        return generate(model, ids, mask, use_cache=False, do_sample=False)
+
+    for found in on_ranks(work, llama):
+        assert torch.equal(found.sequences, expected.sequences)
+        assert distance(found.logits, expected.logits) <= EXACT
