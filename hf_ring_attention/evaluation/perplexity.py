@@ -132,8 +132,7 @@ def perplexity(
 def _rows_of(batch: Any, attention_mask: Any) -> tuple[Tensor, Tensor]:
     """Returns tokens and mask, [B, n] int64 on the CPU."""
     if isinstance(batch, Mapping):
-        given = {name for name, x in batch.items() if x is not None}
-        given -= {name for name in given if name in _TYPES and not torch.as_tensor(batch[name]).any()}
+        given = {k for k, x in batch.items() if x is not None and (k not in _TYPES or torch.as_tensor(x).any())}
         if not given <= _TAKEN or "input_ids" not in given:
             raise ValueError(
                 f"perplexity: expected input_ids and perhaps attention_mask, because it scores every token of whole "

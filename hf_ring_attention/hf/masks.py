@@ -144,9 +144,7 @@ def _warn_of_padding(now: ForwardPass, documents: Documents, causal: bool, lengt
             f"one row at a time, or rows of one length"
         )
     elif not causal and any(row and row[0][0] > 0 for row in documents):
-        warn_once(
-            f"{name} got rows that begin with {zero}: pad on the right, if a pooler or classifier reads the first token"
-        )
+        warn_once(f"{name} got rows that begin with {zero}: pad on the right, if its head reads the first token")
 
 
 def _read_mask_function(
@@ -189,8 +187,11 @@ def _mask_parts(mask_function: Callable[..., Any] | None) -> Iterable[tuple[str,
         return
     kind = _kind_of(mask_function)
     parts = _closure(mask_function, "mask_functions") if kind in ("and_masks", "or_masks") else ()
-    if kind == "or_masks":
-        parts = [part for part in parts if not _shows_nothing(part)]
+    if (
+        kind == "or_masks"
+    ):  # Blocks of tokens that see each other show nothing if no token is in a block, as in rows of text.
+        text = [_kind_of(x) == "blockwise_overlay" and (_closure(x, "block_sequence_ids") < 0).all() for x in parts]
+        parts = [part for part, shows_nothing in zip(parts, text) if not shows_nothing]
     if kind == "and_masks" or len(parts) == 1:
         for part in parts:
             yield from _mask_parts(part)
@@ -204,12 +205,6 @@ def _kind_of(mask_function: Callable[..., Any]) -> str:
     """Returns the name of the function that made a mask function, or for other modules than Transformers', all of its name."""
     module, name = mask_function.__module__, getattr(mask_function, "__qualname__", type(mask_function).__name__)
     return name.partition(".")[0] if module == and_masks.__module__ else f"{module}.{name}"
-
-
-def _shows_nothing(mask_function: Callable[..., Any]) -> bool:
-    """Returns whether a mask function shows the tokens of blocks to each other, and no token is in a block: a row of text."""
-    blocks = _kind_of(mask_function) == "blockwise_overlay"
-    return blocks and bool((_closure(mask_function, "block_sequence_ids") < 0).all())
 
 
 def _closure(function: Callable[..., Any], name: str) -> Any:

@@ -60,8 +60,7 @@ def sliced_mlp(model: Model, tokens_at_once: int | None = 32768) -> Model:
     """
     if tokens_at_once is not None:
         check_count("sliced_mlp", "tokens_at_once", tokens_at_once)
-    inner = inner_model(model, "sliced_mlp")
-    mlps = _mlps_of(inner)
+    mlps = _mlps_of(inner := inner_model(model, "sliced_mlp"))
     for path, module in mlps.items():
         _check_gathered_together(path, module)
     for module in inner.modules():  # Since the last call, a module or a function may have been put around an MLP.
@@ -115,10 +114,7 @@ def _check_gathered_together(mlp: str, module: nn.Module) -> None:
 
 
 class _SlicedForward:
-    """The forward of an MLP in slices of `tokens` tokens, by its `own` forward, None for the forward of its class.
-
-    With None for `tokens` it is its own forward again.
-    """
+    """The forward of an MLP in slices of `tokens` tokens, None for whole rows, by its `own`, None for that of its class."""
 
     def __init__(self, module: nn.Module, own: Callable[..., Tensor] | None, tokens: int | None) -> None:
         self.module, self.own, self.tokens = module, own, tokens
