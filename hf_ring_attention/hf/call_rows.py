@@ -57,7 +57,8 @@ def _find_rows_alone(now: ForwardPass, kwargs: Mapping[str, Any]) -> None:
     if tokens is None or tokens.dim() < 2:
         return
     if cache_in(kwargs) is not None:
-        if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None:
+        ends, numbers = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
+        if (ends is not None and len(ends) > 2) or (numbers is not None and bool(numbers.diff(dim=-1).any())):
             raise ValueError("cu_seq_lens and seq_idx describe packed rows, which have no cache: pass use_cache=False")
         return
     now.rows = rows_of_call(now.runner, tokens, kwargs)
