@@ -22,11 +22,12 @@ from ..ring.ring import Ring
 from ..transport.agreement import digest
 from .logits import check_finite, label_nll
 
-#: The entries of a tokenizer's result; scoring needs the first two, and token types of 0.
+#: The entries of a tokenizer's result; scoring needs the first two. Those of a processor are 0 for text.
 _TAKEN = {
-    "input_ids", "attention_mask", "token_type_ids", "special_tokens_mask", "offset_mapping", "length",
-    "overflow_to_sample_mapping", "num_truncated_tokens", "overflowing_tokens",
+    "input_ids", "attention_mask", "special_tokens_mask", "offset_mapping", "length", "overflow_to_sample_mapping",
+    "num_truncated_tokens", "overflowing_tokens",
 }  # fmt: skip
+_TYPES = ("token_type_ids", "mm_token_type_ids")
 
 
 @dataclass(frozen=True)
@@ -131,8 +132,8 @@ def perplexity(
 def _rows_of(batch: Any, attention_mask: Any) -> tuple[Tensor, Tensor]:
     """Returns tokens and mask, [B, n] int64 on the CPU."""
     if isinstance(batch, Mapping):
-        others, types = {*batch} - _TAKEN, batch.get("token_type_ids")
-        if others or (types is not None and bool(torch.as_tensor(types).any())) or "input_ids" not in batch:
+        given = {k for k, x in batch.items() if x is not None and (k not in _TYPES or torch.as_tensor(x).any())}
+        if not given <= _TAKEN or "input_ids" not in given:
             raise ValueError(
                 f"perplexity: expected input_ids and perhaps attention_mask, because it scores every token of whole "
                 f"sequences, got {sorted(map(str, batch))}"

@@ -345,7 +345,8 @@ def _check_call(arguments: _LayerArguments, now: ForwardPass | None) -> None:
     if mask is not None and (not isinstance(mask, Tensor) or (mask.dim() != 2 and number_of(mask) is None)):
         got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(
-            f"{name}: ring_dilated takes padding as a mask [batch, tokens], got {got}: pass the 2-D attention_mask"
+            f"{name}: ring_dilated takes padding as a mask [batch, tokens], got {got}: pass the 2-D attention_mask, and for "
+            f"packed documents position_ids that restart"
         )
     if mask is None and now is not None and now.layout is None and now.documents is not None:
         raise ValueError(

@@ -28,6 +28,7 @@ def find_rows(now: ForwardPass, kwargs: Mapping[str, Any], multiple: int = 1) ->
     """Finds the rows of a call once all ranks have come with equal calls, and divides a `multiple` of so many tokens."""
     ring, runner, cut_rows, cache = now.ring, now.runner, now.call.rows, cache_in(kwargs)
     now.skipped = tokens_skipped(cache)
+    now.cacheless = kwargs.get("use_cache") is False
     own_cache = not isinstance(cache, ShardedCache) and (cache is not None or kwargs.get("use_cache") is True)
     if ring is None or ring.world_size == 1 or own_cache:
         now.whole = ring is not None and ring.world_size > 1
@@ -81,7 +82,8 @@ def _find_rows_alone(now: ForwardPass, kwargs: Mapping[str, Any]) -> None:
     if tokens is None or tokens.dim() < 2:
         return
     if cache_in(kwargs) is not None:
-        if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None:
+        ends, numbers = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
+        if (ends is not None and len(ends) > 2) or (numbers is not None and bool(numbers.diff(dim=-1).any())):
             raise ValueError("cu_seq_lens and seq_idx describe packed rows, which have no cache: pass use_cache=False")
         return
     now.rows = rows_of_call(now.runner, tokens, kwargs)

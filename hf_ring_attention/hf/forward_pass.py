@@ -71,6 +71,7 @@ class ForwardPass:
     held: HeldKeys | None = None  # the keys in the cache of this rank, in a step against a sharded cache
     skipped: tuple[int, ...] = ()  # by layer, as `tokens_skipped` returns it
     whole: bool = False  # whether every rank computes whole rows by itself, because the call has a cache of its own
+    cacheless: bool = False  # whether the caller asked for no cache
     last_position: int | None = None  # the greatest position id of whole rows that are cut
     #: Makes what the head gets of this rank's last hidden states [B, n local, width]; None for those of whole rows.
     join_last: Callable[[Tensor], Tensor] | None = None

@@ -120,7 +120,7 @@ def joined_output(now: ForwardPass, output: Any) -> Any:
     for name, x in output.items():
         # Models form the logits of routers for the tokens of all rows, one row after the other.
         output[name] = whole(x, join_last if name == "last_hidden_state" else join_rows, flat="router" in name)
-    if getattr(now.runner.config, "use_cache", False):
+    if not now.cacheless and getattr(now.runner.config, "use_cache", False):
         for name in cache_names(type(now.runner).forward):
             if name in getattr(type(output), "__dataclass_fields__", ()) and output.get(name) is None:
                 output[name] = CACHE_NOT_FORMED

@@ -15,22 +15,36 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.masking_utils import AttentionMaskInterface
+from transformers.masking_utils import AttentionMaskInterface, and_masks
 
 from ..plan.branches import Segment, Window
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents, HeldKeys
+from ..ring.attention import FORWARD
 from ..ring.operator import CALLS, UNTRACEABLE, check_not_traced
-from .forward_pass import drop_broken_passes, forward_pass_of, number_of
+from .config import warn_once
+from .forward_pass import ForwardPass, drop_broken_passes, forward_pass_of, number_of
 from .registration import IMPLEMENTATION
 from .rows import documents_from_mask
 from .support import check_config, class_name
+from .wrappers import ring_of_calls
 
 #: Arguments of the mask functions of other implementations, which make squares and may leave them out.
-_OPTIONS_OF_SQUARES = ("allow_is_bidirectional_skip", "allow_is_causal_skip", "dtype", "local_size")
+_OPTIONS_OF_SQUARES = ("allow_is_bidirectional_skip", "allow_is_causal_skip", "dtype", "local_size", "use_vmap")
 
 #: A kind of branch, and its length in tokens.
 OwnBranch = tuple[type[Segment] | type[Window], int]
+
+#: The mask functions of windows and chunks: their kind of branch, the variable with its length, and what is added to this.
+#: Chunks are counted from the first token that is not padding, as in documents.
+_LIMITS: dict[str, tuple[type[Segment] | type[Window], str, int]] = {
+    "sliding_window_overlay": (Window, "sliding_window", 0),
+    "sliding_window_bidirectional_overlay": (Window, "sliding_window", 1),
+    "chunked_overlay": (Segment, "chunk_size", 0),
+}
+
+#: The mask functions by which Transformers keeps packed documents apart, and counts their positions.
+_PACKED = {"packed_sequence_mask_function", "remap_positions_for_packed_sequence"}
 
 #: The attribute of a mask that keeps its `Tokens` alive; so does the forward pass, for the layers that backward recomputes.
 _TOKENS = "_ring_dilated_tokens"
@@ -64,7 +78,6 @@ def ring_dilated_mask(
     kv_offset: int = 0,
     mask_function: Callable[..., Any] | None = None,
     attention_mask: Tensor | None = None,
-    use_vmap: bool = False,
     config: Any = None,
     device: torch.device | None = None,
     **kwargs: Any,
@@ -81,13 +94,15 @@ def ring_dilated_mask(
         raise NotImplementedError(
             f"{class_name(config)}: ring_dilated does not know the mask argument {', '.join(unknown)}: use 'eager' or 'sdpa'"
         )
-    if use_vmap:
-        raise ValueError(
-            f"{class_name(config)}: ring_dilated cannot apply or_mask_function and and_mask_function: use 'eager' or 'sdpa'"
-        )
-    causal, own, packed = _read_mask_function(mask_function, config)
     drop_broken_passes()  # generate makes masks before it calls the model.
     now = forward_pass_of(config)
+    try:
+        causal, own, packed = _read_mask_function(mask_function, config)
+    except ValueError as refused:
+        if now is None:
+            raise
+        with ring_of_calls(now.runner, now.whole).agreement(FORWARD, by_digest=True):  # The others may have no block.
+            raise refused
     layout, held = (None, None) if now is None else (now.layout, now.held)
     kv_length, kv_offset = int(kv_length), int(kv_offset)  # Some caches of Transformers 5.17 count in tensors.
     # Causal queries are the last tokens that are written.
@@ -112,34 +127,49 @@ def ring_dilated_mask(
     tokens = Tokens(documents, kv_length, written, causal, own, kv_offset, missing, layout, held, valid)
     if now is not None:
         now.tokens.append(tokens)
+        _warn_of_padding(now, documents, causal, written if now.rows is None else now.rows.length)
     mask = torch.tensor([[[[CALLS.add(tokens)]]]])
     setattr(mask, _TOKENS, tokens)
     return mask
+
+
+def _warn_of_padding(now: ForwardPass, documents: Documents, causal: bool, length: int) -> None:
+    """Logs once that a head reads padding: its attention output is 0 here, and other implementations do not agree on it."""
+    name, zero = type(now.module).__name__, "padding, whose attention output is 0 under ring_dilated"
+    if now.ring is not None and now.ring.rank > 0:
+        return
+    if now.module.loss_type == "ForQuestionAnswering" and any(sum(b - a for a, b in row) < length for row in documents):
+        warn_once(
+            f"{name} chooses among all tokens of a row, and some are {zero}, so its loss differs from that under 'eager': take "
+            f"one row at a time, or rows of one length"
+        )
+    elif not causal and any(row and row[0][0] > 0 for row in documents):
+        warn_once(f"{name} got rows that begin with {zero}: pad on the right, if its head reads the first token")
 
 
 def _read_mask_function(
     mask_function: Callable[..., Any] | None, config: Any
 ) -> tuple[bool, OwnBranch | None, Tensor | None]:
     """Returns causality, the window or chunks, and the numbers of packed documents of a mask function."""
+    parts = [*_mask_parts(mask_function)]
+    by_kind = dict(parts)
+    causal = "bidirectional_mask_function" not in by_kind
+    limits = [kind for kind in _LIMITS if kind in by_kind and (causal or kind != "sliding_window_overlay")]
+    known = {"causal_mask_function" if causal else "bidirectional_mask_function", *limits[:1]}
+    if by_kind.keys() >= _PACKED:  # Numbers of documents without new positions are those of another caller.
+        known |= _PACKED
+    if len(by_kind) < len(parts) or not by_kind.keys() <= known:
+        kinds = ", ".join(kind for kind, _ in parts)
+        raise ValueError(
+            f"{class_name(config)}: ring_dilated cannot express this mask ({kinds}), only causal and two-sided attention, "
+            f"windows, chunks, padding and packing: use 'eager' or 'sdpa'"
+        )
     own: OwnBranch | None = None
-    causal, packed = True, None
-    for kind, part in _mask_parts(mask_function):
-        if kind == "packed_sequence_mask_function":
-            packed = _closure(part, "packed_sequence_mask")
-        elif kind == "bidirectional_mask_function":
-            causal = False
-        elif kind == "sliding_window_overlay":
-            own = Window, _closure(part, "sliding_window")
-        elif kind == "sliding_window_bidirectional_overlay":
-            own = Window, _closure(part, "sliding_window") + 1
-        elif kind == "chunked_overlay":  # It counts chunks from the first token that is not padding, as documents do.
-            own = Segment, _closure(part, "chunk_size")
-        elif kind != "causal_mask_function":
-            raise ValueError(
-                f"{class_name(config)}: ring_dilated cannot express this mask ({kind}), only causal and two-sided attention, "
-                f"windows, chunks, padding and packing: use 'eager' or 'sdpa'"
-            )
-    return causal, own, packed
+    for kind in limits:
+        branch, name, more = _LIMITS[kind]
+        own = branch, _closure(by_kind[kind], name) + more
+    packed = by_kind.get("packed_sequence_mask_function")
+    return causal, own, None if packed is None else _closure(packed, "packed_sequence_mask")
 
 
 def _documents_and_padding(numbers: Tensor) -> tuple[Documents, Tensor | None]:
@@ -152,17 +182,29 @@ def _documents_and_padding(numbers: Tensor) -> tuple[Documents, Tensor | None]:
 
 
 def _mask_parts(mask_function: Callable[..., Any] | None) -> Iterable[tuple[str, Callable[..., Any]]]:
-    """Yields the simple mask functions that Transformers combined into this one, each with the name of its maker."""
+    """Yields the simple mask functions that Transformers combined, each with the name of its maker."""
     if mask_function is None:
         return
-    kind = mask_function.__qualname__.partition(".")[0]
-    if kind == "and_masks":
-        for part in _closure(mask_function, "mask_functions"):
+    kind = _kind_of(mask_function)
+    parts = _closure(mask_function, "mask_functions") if kind in ("and_masks", "or_masks") else ()
+    if (
+        kind == "or_masks"
+    ):  # Blocks of tokens that see each other show nothing if no token is in a block, as in rows of text.
+        text = [_kind_of(x) == "blockwise_overlay" and (_closure(x, "block_sequence_ids") < 0).all() for x in parts]
+        parts = [part for part, shows_nothing in zip(parts, text) if not shows_nothing]
+    if kind == "and_masks" or len(parts) == 1:
+        for part in parts:
             yield from _mask_parts(part)
-    elif kind == "remap_positions_for_packed_sequence":
+        return
+    yield kind, mask_function
+    if kind == "remap_positions_for_packed_sequence":
         yield from _mask_parts(_closure(mask_function, "mask_function"))
-    else:
-        yield kind, mask_function
+
+
+def _kind_of(mask_function: Callable[..., Any]) -> str:
+    """Returns the name of the function that made a mask function, or for other modules than Transformers', all of its name."""
+    module, name = mask_function.__module__, getattr(mask_function, "__qualname__", type(mask_function).__name__)
+    return name.partition(".")[0] if module == and_masks.__module__ else f"{module}.{name}"
 
 
 def _closure(function: Callable[..., Any], name: str) -> Any:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..plan.layouts import SequenceLayout
@@ -63,7 +64,7 @@ def documents_of_rows(
     """Returns the documents of packed rows, and whether a collator describes them; None if the mask alone describes the rows.
 
     Args:
-        positions: [B, n], or [1, n] for all rows; a document begins if they restart at `first`. Others are ignored.
+        positions: [B, n], or [1, n] for all rows; a document begins if they restart at `first`. [axes, B or 1, n] likewise.
         mask: [B, n], 0 for padding.
         cu_seq_lens: [documents + 1] 0 and the ends of the documents of one batch row (`DataCollatorWithFlattening`).
         seq_idx: [B, n] the number of each token's document, from 0.
@@ -120,17 +121,19 @@ def _documents_of_positions(batch: int, positions: Tensor | None, mask: Tensor |
 
     A document begins if positions go down, and between two neighbours that both have the position of a first token: the
     former is a document of one token. Positions that skip or repeat other numbers are the caller's own numbering of one
-    document, such as a pruned prompt.
+    document, such as a pruned prompt. Positions in time, height and width go down inside images and between frames and their
+    sound, so a document begins there where all three are those of a first token.
     """
-    if positions is None or positions.dim() != 2:
+    if positions is None or positions.dim() not in (2, 3):
         return None
-    positions = positions.cpu().to(torch.int64).expand(batch, -1)
-    valid = torch.ones_like(positions) if mask is None else (mask != 0).cpu().to(torch.int64)
-    if valid.shape != positions.shape:
+    positions = positions.cpu().to(torch.int64).expand(*positions.shape[:-2], batch, -1)
+    before, after = positions[..., :-1], positions[..., 1:]
+    at_first = after == first
+    restarts = at_first.all(0) if positions.dim() == 3 else (after < before) | (at_first & (before == first))
+    restarts = F.pad(restarts, (1, 0)).to(torch.int64)
+    valid = torch.ones_like(restarts) if mask is None else (mask != 0).cpu().to(torch.int64)
+    if valid.shape != restarts.shape:
         return None  # The mask also covers a cache, or is not one of tokens.
-    before, after = positions[:, :-1], positions[:, 1:]
-    restarts = torch.zeros_like(positions)
-    restarts[:, 1:] = (after < before) | ((after == first) & (before == first))
     if not bool((restarts[:, 1:] * valid[:, 1:] * valid[:, :-1]).any()):
         return None
     documents_from_mask(valid)  # This refuses padding inside a document, which is not a border.
@@ -255,13 +258,11 @@ def rows_of_call(runner: nn.Module, tokens: Tensor, arguments: Mapping[str, Any]
 
 
 def _text_positions(arguments: Mapping[str, Any]) -> Tensor | None:
-    """Returns the positions [B, n] of text; of positions in four dimensions [4, B, n] they are the first."""
+    """Returns the positions [B, n] or [3, B, n] of a call; of four dimensions [4, B, n] the first has those of text."""
     positions = arguments.get("position_ids")
     if not isinstance(positions, Tensor):
         return None
-    if positions.dim() == 3 and positions.shape[0] == 4:
-        return positions[0]
-    return positions if positions.dim() == 2 else None
+    return positions[0] if positions.dim() == 3 and positions.shape[0] == 4 else positions
 
 
 def rows_to_cut(
@@ -302,7 +303,8 @@ def _checked_tokens(arguments: Mapping[str, Any]) -> Tensor:
     shape = (batch, length) = tuple(tokens.shape[:2])
     if isinstance(mask, Tensor) and mask.dim() >= 2 and tuple(mask.shape) != shape:
         raise ValueError(
-            f"attention_mask must be [{batch}, {length}] like the tokens, got {tuple(mask.shape)}: pass the tokenizer's mask"
+            f"attention_mask must be [{batch}, {length}] like the tokens, got {tuple(mask.shape)}: pass the tokenizer's mask, "
+            f"and for packed documents position_ids that restart"
         )
     sizes = tuple(positions.shape) if isinstance(positions, Tensor) else ()
     if positions is not None and not (len(sizes) in (2, 3) and sizes[-2:] in (shape, (1, length))):
@@ -313,7 +315,7 @@ def _checked_tokens(arguments: Mapping[str, Any]) -> Tensor:
 
 def _check_gaps(positions: Tensor | None, documents: Documents) -> None:
     """Refuses positions that skip or repeat inside a document without a mask: some models begin another document there."""
-    if positions is None or positions.shape[1] < 2:
+    if positions is None or positions.dim() != 2 or positions.shape[1] < 2:
         return
     for row, token in (positions.diff(dim=1) != 1).nonzero().tolist():
         spans = documents if positions.shape[0] == len(documents) else documents[:1]

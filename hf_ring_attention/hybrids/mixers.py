@@ -228,7 +228,7 @@ class _ByDocuments:
         return outputs
 
     def together(
-        self, hidden: Tensor, group: list[_Piece], kwargs: dict[str, Any], behind: bool, longest: int = 0
+        self, hidden: Tensor, group: list[_Piece], kwargs: dict[str, Any], behind: bool, longest: int = 1
     ) -> dict[_Piece, Tensor]:
         """Runs the mixer on pieces in one batch, padded to `longest` at least: behind them, or before them with a mask."""
         positions = kwargs.get("position_ids")

@@ -24,6 +24,9 @@ from ..plan.branches import check_count
 _MLP = re.compile(r"(^(mlp|ffn|feed_forward)s?|(MLP|Mlp|FFN|FeedForward)(Block)?)$")
 _EXPERTS = re.compile(r"experts|moe($|Block|Layer)", re.IGNORECASE)
 
+#: The attribute of an MLP that holds its `_SlicedForward`.
+_SLICES = "_ring_dilated_slices"
+
 
 def sliced_mlp(model: Model, tokens_at_once: int | None = 32768) -> Model:
     """Makes the MLPs of a model compute a slice of the tokens at a time, with the results of whole rows.
@@ -57,17 +60,20 @@ def sliced_mlp(model: Model, tokens_at_once: int | None = 32768) -> Model:
     """
     if tokens_at_once is not None:
         check_count("sliced_mlp", "tokens_at_once", tokens_at_once)
-    mlps = _mlps_of(inner_model(model, "sliced_mlp"))
+    mlps = _mlps_of(inner := inner_model(model, "sliced_mlp"))
     for path, module in mlps.items():
         _check_gathered_together(path, module)
-    for module in mlps.values():
-        if tokens_at_once is not None:
-            gather_as_one(module)
-        now = vars(module).pop("forward", None)
-        own = now.own if isinstance(now, _SlicedForward) else now
-        forward = own if tokens_at_once is None else _SlicedForward(module, own, tokens_at_once)
-        if forward is not None:
-            module.forward = forward
+    for module in inner.modules():  # Since the last call, a module or a function may have been put around an MLP.
+        slices: _SlicedForward | None = vars(module).get(_SLICES)
+        if slices is not None:
+            slices.tokens = tokens_at_once
+            if tokens_at_once is None:
+                slices.undo()
+    for module in mlps.values() if tokens_at_once is not None else ():
+        gather_as_one(module)
+        if not any(_SLICES in vars(x) for x in module.modules()):
+            module.forward = _SlicedForward(module, vars(module).get("forward"), tokens_at_once)
+            setattr(module, _SLICES, module.forward)
     return model
 
 
@@ -108,12 +114,23 @@ def _check_gathered_together(mlp: str, module: nn.Module) -> None:
 
 
 class _SlicedForward:
-    """The forward of an MLP in slices of `tokens` tokens, by its `own` forward, None for the forward of its class."""
+    """The forward of an MLP in slices of `tokens` tokens, None for whole rows, by its `own`, None for that of its class."""
 
-    def __init__(self, module: nn.Module, own: Callable[..., Tensor] | None, tokens: int) -> None:
+    def __init__(self, module: nn.Module, own: Callable[..., Tensor] | None, tokens: int | None) -> None:
         self.module, self.own, self.tokens = module, own, tokens
 
+    def undo(self) -> None:
+        """Takes itself off the MLP, unless another function has been put around it since."""
+        if vars(self.module).get("forward") is self:
+            del self.module.forward
+            delattr(self.module, _SLICES)
+            if self.own is not None:
+                self.module.forward = self.own
+
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        own = partial(type(self.module).forward, self.module) if self.own is None else self.own
+        if self.tokens is None:
+            return own(*args, **kwargs)
         name, values = class_of_transformers(self.module).__name__, (*args, *kwargs.values())
         _check_gathered_together(name, self.module)  # also for a single slice: all ranks refuse together
         shapes = {x.shape[:-1] for x in values if isinstance(x, Tensor)}
@@ -122,7 +139,6 @@ class _SlicedForward:
                 f"sliced_mlp: expected inputs of one shape x width, got {sorted(map(tuple, shapes))} for {name}"
             )
         (shape,), positional, keywords = shapes, len(args), tuple(kwargs)
-        own = partial(type(self.module).forward, self.module) if self.own is None else self.own
 
         def compute(*values: Any) -> Tensor:  # A checkpoint keeps the variables that are used here: no tensors.
             values = tuple(x.contiguous() if isinstance(x, Tensor) else x for x in values)  # Some MLPs view them anew.

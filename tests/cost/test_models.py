@@ -38,7 +38,10 @@ REFUSED = {
     "granitemoehybrid": "no layer of .* attends",
     "lfm2_moe": "needs layer_types",
     "dory": r"runs some layers 2 times",
-    **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified_text"), r"differ in (global_)?head_dim: expected one"),
+    **dict.fromkeys(
+        ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
+        r"differ in (global_)?head_dim: expected one",
+    ),
 }
 
 

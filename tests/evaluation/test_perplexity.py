@@ -117,7 +117,11 @@ def test_what_a_tokenizer_returns_is_taken():
     assert right == pytest.approx(
         own(model, torch.tensor([[5, 6, 7, 8]])) + own(model, torch.tensor([[9, 10]])), rel=EXACT
     )
-    for batch in (encoded, dict(encoded), tokenizer(texts, padding=True)):
+    none = torch.zeros_like(
+        encoded["input_ids"]
+    )  # A processor returns the types of tokens, and what it may name of images.
+    of_processor = {**encoded, "token_type_ids": none, "mm_token_type_ids": none.tolist(), "pixel_values": None}
+    for batch in (encoded, dict(encoded), tokenizer(texts, padding=True), of_processor):
         assert ra.perplexity(model, batch).nll == right
     right = own(model, torch.tensor([[5, 6, 7, 8]]))
     for text in (tokenizer("w5 w6 w7 w8"), *(torch.tensor([5, 6, 7, 8], dtype=x) for x in (torch.int64, torch.int32))):
@@ -185,6 +189,11 @@ REFUSED = {
         r"expected input_ids and perhaps attention_mask.*, got \['input_ids',",
     ),
     "types": ({"input_ids": IDS, "token_type_ids": MASK}, {}, "it scores every token of whole sequences"),
+    "images": (
+        {"input_ids": IDS, "mm_token_type_ids": MASK, "pixel_values": None},
+        {},
+        r"got \['input_ids', 'mm_token_type_ids',",
+    ),
     "twice": (
         {"input_ids": IDS, "attention_mask": MASK},
         {"attention_mask": MASK},

@@ -365,3 +365,30 @@ def test_strided_tokens_are_prefilled_and_stepped():
 
     for found in on_ranks(work, llama):
         assert all(torch.equal(x, expected) for x in found)
+
+
+def test_generation_without_a_cache_over_a_ring():
+    """Each step computes the whole row again, and the ranks share it."""
+    ids, mask = prompt()
+    expected = generate(llama(), ids, mask, use_cache=False, do_sample=False)
+
+    def work(ring, model):
+        assert cache_in(model(ids)) is None, "a refusal that names the remedy"
+        return generate(model, ids, mask, use_cache=False, do_sample=False)
+
+    for found in on_ranks(work, llama):
+        assert torch.equal(found.sequences, expected.sequences)
+        assert distance(found.logits, expected.logits) <= EXACT
+
+
+@pytest.mark.parametrize(
+    "told", [{"seq_idx": torch.zeros(3, PROMPT).int()}, {"cu_seq_lens_q": torch.tensor([0, PROMPT])}]
+)
+def test_a_collator_that_describes_one_document_a_row(told):
+    """Only rows of several documents have no cache."""
+    (ids, _), model = prompt(padded=False), ra.patch_model(llama())
+    ids = ids[: 1 if "cu_seq_lens_q" in told else None]
+    assert torch.equal(greedy(model, ids, **told), greedy(llama(), ids))
+    packed = {"seq_idx": torch.arange(PROMPT).ge(4).int().expand(3, -1), "cu_seq_lens_q": torch.tensor([0, 4, PROMPT])}
+    with pytest.raises(ValueError, match="describe packed rows, which have no cache: pass use_cache=False"):
+        greedy(model, ids, **{name: packed[name] for name in told})

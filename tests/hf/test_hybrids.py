@@ -67,6 +67,20 @@ def test_float32_over_a_ring_is_as_near_as_on_one_process(model_type):
         assert all(error <= bound for error, bound in zip(of_rank, bounds)), (of_rank, bounds)
 
 
+@pytest.mark.parametrize("model_type", KINDS)
+@torch.no_grad()
+def test_a_batch_of_padding(model_type):
+    """Nothing of it enters the states: tokens behind it are the first of their rows."""
+    inputs, _ = batch("plain")
+    ids, token = inputs["input_ids"], inputs["input_ids"][:, :1]
+    model = ra.patch_model(tiny_model(model_type, "eager"))
+    mask = torch.zeros_like(ids)
+    output = model(ids, attention_mask=mask)
+    mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+    found = model(token, attention_mask=mask, **cache_argument(cache_in(output))).logits
+    assert distance(found, model(token, use_cache=False).logits) <= EXACT
+
+
 def test_which_states_pass_and_which_rows_are_gathered():
     passed = {}
     for model_type in TYPES:

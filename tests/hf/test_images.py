@@ -1,16 +1,23 @@
 """Models that see images: as under eager attention, or refused with a reason."""
 
+import functools
+
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_ring_attention as ra
+from hf_ring_attention.hf.cache import cache_argument
+from hf_ring_attention.hf.forward_pass import CALL, Call
+from hf_ring_attention.hf.rows import cut, rows_to_cut
+from hf_ring_attention.hf.wrappers import runner_of
 from tests.hf.test_whole_rows import check_over_ring
-from tests.support.neighbours import PYRAMID, built, check, logits_of
-from tests.support.probe import LOGITS, distance, logits_and_gradients
+from tests.support.neighbours import PYRAMID, built, check, logits_of, on_two_ranks
+from tests.support.probe import LOGITS, TOKENS, batch, distance, logits_and_gradients
 from tests.support.ranks import on_ranks
-from tests.support.tiny_models import VOCAB, tiny
+from tests.support.releases import skip_without
+from tests.support.tiny_models import VOCAB, tiny, tiny_model
 
 pytestmark = pytest.mark.usefixtures("calls")
 
@@ -26,6 +33,7 @@ QWEN2_5_VISION = {
     "depth": 2, "patch_size": 2, "fullatt_block_indexes": [1], "window_size": 8, "out_hidden_size": 32,
 }  # fmt: skip
 QWEN2_VISION = {"depth": 2, "embed_dim": 32, "patch_size": 2}
+GLM4V_VISION = {"depth": 2, "patch_size": 2, "image_size": 16, "out_hidden_size": 32}
 GEMMA3 = {"mm_tokens_per_image": 4, "boi_token_index": IMAGE_START, "eoi_token_index": IMAGE_END}
 #: What makes the vision tower tiny, the tokens of an image, and the shape of its pixels.
 SEEING = {
@@ -33,6 +41,7 @@ SEEING = {
     "qwen2_vl": ({"text_config": ROPE, "vision_config": QWEN2_VISION, **MARKS}, 4, (4 * 4, 3 * 2 * 2 * 2)),
     "qwen2_5_vl": ({"text_config": ROPE, "vision_config": QWEN2_5_VISION, **MARKS}, 4, (4 * 4, 3 * 2 * 2 * 2)),
     "qwen3_vl": ({"text_config": ROPE, "vision_config": QWEN3_VISION, **MARKS}, 4, (4 * 4, 3 * 2 * 2 * 2)),
+    "glm4v": ({"text_config": ROPE, "vision_config": GLM4V_VISION}, 4, (4 * 4, 3 * 2 * 2 * 2)),
     "gemma3": ({"vision_config": {"image_size": 16, "patch_size": 4}, **GEMMA3}, 4, (1, 3, 16, 16)),
 }
 IMPLEMENTATIONS = {"text": {"text_config": "ring_dilated"}, "all": "ring_dilated", "patched": None}
@@ -58,7 +67,7 @@ def seen(model_type, images=1):
     inputs = {"input_ids": ids, "attention_mask": mask}
     if images:
         inputs["pixel_values"] = torch.randn(2 * images * pixels[0], *pixels[1:])
-        if "qwen" in model_type:
+        if "rope" in str(SEEING[model_type]):
             inputs["image_grid_thw"] = torch.tensor([[1, 4, 4]] * 2 * images)
             inputs["mm_token_type_ids"] = (ids == IMAGE).int()
         elif model_type == "gemma3":
@@ -112,6 +121,103 @@ def test_images_over_a_ring(model_type, images):
     check_over_ring(make, lambda model: model(**inputs, use_cache=False), world_size=3, valid=inputs["attention_mask"])
 
 
+def positions_of(ids):
+    """Of a document with an image of 4 tokens: time, height and width [3, 1, n], which the image numbers by its grid."""
+    first = int((ids == IMAGE).nonzero()[0, 1])
+    grid = torch.tensor([[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 0, 1]]) + first
+    before, after = (torch.arange(n).expand(3, -1) for n in (first, ids.shape[1] - first - 4))
+    return torch.cat([before, grid, after + first + 2], 1)[:, None]
+
+
+@pytest.mark.parametrize("masked", [True, False], ids=["mask of ones", "no mask"])
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"])
+@torch.no_grad()
+def test_positions_in_time_height_and_width_that_restart_begin_a_document(model_type, masked):
+    """Each document sees its image and nothing of its neighbours, on one process and on a ring."""
+    skip_without(model_type)
+    inputs, _ = seen(model_type)
+    kinds, pixels = inputs["mm_token_type_ids"], inputs["pixel_values"].split(SEEING[model_type][2][0])
+    spans = (
+        (0, 0, 18),
+        (1, 4, 16),
+        (1, 16, 18),
+    )  # the second and the third are parts of a row, with an image and without
+    expected, positions = [], []
+    for row, start, stop in spans:
+        ids = inputs["input_ids"][row : row + 1, start:stop]
+        image = {"pixel_values": pixels[row], "image_grid_thw": inputs["image_grid_thw"][:1]} if IMAGE in ids else {}
+        types = {"mm_token_type_ids": kinds[row : row + 1, start:stop]} if image else {}
+        expected.append(seeing(model_type)(input_ids=ids, **image, **types, use_cache=False).logits)
+        positions.append(positions_of(ids) if image else torch.arange(stop - start).expand(3, 1, -1))
+    packed = {
+        "input_ids": torch.cat([inputs["input_ids"][row, start:stop] for row, start, stop in spans])[None],
+        "position_ids": torch.cat(positions, 2),
+        "pixel_values": inputs["pixel_values"],
+        "image_grid_thw": inputs["image_grid_thw"],
+        "use_cache": False,
+    }
+    if masked:
+        packed["attention_mask"] = torch.ones_like(packed["input_ids"])
+
+    def work(ring, model):
+        with torch.no_grad():
+            return model(**packed).logits
+
+    over_ring = on_ranks(work, lambda: seeing(model_type))
+    for found in (ra.patch_model(seeing(model_type))(**packed).logits, *over_ring):
+        assert distance(found, torch.cat(expected, 1)) <= LOGITS
+
+
+#: Of models whose images see themselves: the name of their token types, and the type of text.
+TOKEN_TYPES = {
+    "gemma3": ("token_type_ids", 0),
+    "gemma4": ("mm_token_type_ids", 0),
+    "gemma4_unified": ("mm_token_type_ids", 0),
+    "hrm_text": ("token_type_ids", 0),
+    "paligemma": ("token_type_ids", 1),
+}
+
+
+def of_type(model_type):
+    """A tiny model of a type of `TOKEN_TYPES`, whose images see themselves."""
+    if model_type == "paligemma":
+        return built(AutoModelForImageTextToText, tiny(CONFIG_MAPPING[model_type](), {}))
+    seeing = {"use_bidirectional_attention": "vision"} if "gemma4" in model_type else {}
+    return tiny_model(model_type, "eager", **seeing)
+
+
+@pytest.mark.parametrize("kind", ["left", "packed"])
+@pytest.mark.parametrize("model_type", TOKEN_TYPES)
+def test_token_types_of_text_change_nothing(model_type, kind):
+    """Processors always return them, and TRL hands them on; in packed rows too."""
+    skip_without(model_type)
+    name, of_text = TOKEN_TYPES[model_type]
+    inputs, labels = batch(kind)
+    make = functools.partial(of_type, model_type)
+    expected = logits_and_gradients(make(), inputs, labels)
+    inputs[name] = torch.full_like(labels, of_text)
+    check(logits_and_gradients(ra.patch_model(make()), inputs, labels), expected)
+    check(on_two_ranks(make, inputs, labels), expected)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "gemma4"])
+def test_generation_with_token_types_of_text(model_type):
+    """With the model's own cache on one process, and with a sharded one."""
+    inputs, _ = batch("left")
+    del inputs["position_ids"]
+    inputs[TOKEN_TYPES[model_type][0]] = torch.zeros_like(inputs["input_ids"])
+    settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    expected = of_type(model_type).generate(**inputs, **settings)
+    assert torch.equal(ra.patch_model(of_type(model_type)).generate(**inputs, **settings), expected)
+
+    def work(ring, model):
+        cache = ra.prefill(model, inputs["input_ids"][:, :12], inputs["attention_mask"][:, :12])
+        return model.generate(**inputs, **cache_argument(cache), **settings)
+
+    for found in on_ranks(work, lambda: of_type(model_type)):
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_images_whose_tokens_see_each_other_are_refused(calls, ranks):
     """On every rank; rows of text go on to be computed."""
@@ -126,3 +232,17 @@ def test_images_whose_tokens_see_each_other_are_refused(calls, ranks):
 
     for found in on_ranks(work, lambda: seeing("gemma3"), ranks):
         assert distance(found, expected) <= LOGITS
+
+
+def test_blocks_on_one_rank_of_rows_that_a_loader_cut_are_refused_by_all():
+    inputs, _ = batch("plain")
+    inputs["token_type_ids"] = (torch.arange(TOKENS) < 4).long().expand(2, -1)  # a prefix whose tokens see each other
+
+    def work(ring, model):
+        whole = rows_to_cut(runner_of(model), ring, inputs)
+        part = cut(inputs, whole, ring)
+        with pytest.raises(ValueError, match=r"HrmText.*cannot express this mask"):
+            model(**part, **{CALL: Call(whole)})
+        return bool(part["token_type_ids"].any())
+
+    assert sorted(on_ranks(work, lambda: tiny_model("hrm_text", "eager"), layout="contiguous")) == [False, True]

@@ -5,7 +5,15 @@ import copy
 import pytest
 import torch
 from transformers import DataCollatorWithFlattening
-from transformers.masking_utils import create_bidirectional_mask, create_causal_mask, create_sliding_window_causal_mask
+from transformers.masking_utils import (
+    blockwise_overlay,
+    create_bidirectional_mask,
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+    packed_sequence_mask_function,
+    sliding_window_bidirectional_overlay,
+    sliding_window_overlay,
+)
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.cache import cache_argument
@@ -163,23 +171,41 @@ def test_a_pass_that_ctrl_c_ended_leaves_nothing_behind(next_call):
     assert running().forward_pass is None
 
 
-def test_mask_functions():
-    def every_other(batch, head, query, key):
-        return key % 2 == 0
+def every_other(batch, head, query, key):
+    return key % 2 == 0
 
-    for name in ("or_mask_function", "and_mask_function"):
-        with pytest.raises(
-            ValueError, match=r"LlamaModel: .*cannot apply or_mask_function and and_mask_function.*'sdpa'"
-        ):
-            create_causal_mask(config_of(), torch.zeros(2, TOKENS, 1), None, None, **{name: every_other})
-    with pytest.raises(ValueError, match=r"LlamaModel: .*cannot express this mask \(or_masks\).*'sdpa'"):
-        create_causal_mask(
-            config_of(),
-            torch.zeros(2, TOKENS, 1),
-            None,
-            None,
-            block_sequence_ids=torch.zeros(2, TOKENS, dtype=torch.long),
-        )
+
+def masked(create=create_causal_mask, model_type="llama", **functions):
+    return tokens_of(
+        create(config_of(model_type), torch.zeros(2, TOKENS, 1), None, **cache_argument(None), **functions)
+    )
+
+
+def test_blocks_without_tokens_and_windows_of_mask_functions_are_read():
+    text = torch.full((2, TOKENS), -1)
+    said = masked(or_mask_function=blockwise_overlay(text), and_mask_function=sliding_window_overlay(5))
+    assert (said.causal, said.own) == (True, (ra.Window, 5))
+    said = masked(block_sequence_ids=text, position_ids=torch.arange(TOKENS).remainder(8)[None])
+    assert (said.causal, said.own, said.documents) == (True, None, (((0, 8), (8, 16), (16, TOKENS)),) * 2)
+    said = masked(create_bidirectional_mask, and_mask_function=sliding_window_bidirectional_overlay(5))
+    assert (said.causal, said.own) == (False, (ra.Window, 6))
+
+
+@pytest.mark.parametrize(
+    ("create", "model_type", "functions", "kinds"),
+    [
+        (create_causal_mask, "llama", {"or_mask_function": every_other}, "or_masks"),
+        (create_causal_mask, "llama", {"and_mask_function": every_other}, r"causal_mask_function, .*\.every_other"),
+        (create_causal_mask, "llama", {"block_sequence_ids": torch.zeros(2, TOKENS).long()}, "or_masks"),
+        # Two windows, the later keys of a window, and documents that a ring would not know.
+        (create_sliding_window_causal_mask, "mistral", {"and_mask_function": sliding_window_overlay(3)}, ".*overlay.*"),
+        (create_bidirectional_mask, "bert", {"and_mask_function": sliding_window_overlay(3)}, ".*overlay"),
+        (create_bidirectional_mask, "bert", {"and_mask_function": packed_sequence_mask_function(None)}, ".*packed.*"),
+    ],
+)
+def test_other_mask_functions_are_refused(create, model_type, functions, kinds):
+    with pytest.raises(ValueError, match=rf".*Model: .*cannot express this mask \({kinds}\).*'sdpa'"):
+        masked(create, model_type, **functions)
 
 
 @pytest.mark.parametrize(

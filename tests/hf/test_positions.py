@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.rows import first_position
+from hf_ring_attention.hf.rows import documents_of_rows, first_position
 from hf_ring_attention.hf.wrappers import models_of, runner_of
 from tests.support.probe import distance
 from tests.support.ranks import on_ranks
@@ -77,6 +77,17 @@ def test_a_gap_or_a_repeat_on_a_ring(numbered):
 
     for found in on_ranks(work, lambda: tiny_model("llama", "eager"), 2):
         assert distance(found, expected) <= EXACT
+
+
+def test_sound_between_frames_begins_no_document():
+    """Its positions go back to those of the frames before it, in time, height and width."""
+    times = torch.tensor([0, 1, 2, 2, 27, 27, *range(2, 27), 0, 1])
+    rows = torch.stack([times, times + (times == 27), times]).expand(2, 3, -1).movedim(0, 1)
+    assert documents_of_rows(2, rows, None)[0] == (((0, 31), (31, 33)),) * 2
+    assert documents_of_rows(2, rows[:, :1, :31], None)[0] is None
+    mask = torch.ones(2, 33).long()
+    mask[1, :2] = mask[0, -2:] = 0
+    assert documents_of_rows(2, rows, mask)[0] == (((0, 31),), ((2, 31), (31, 33)))
 
 
 DOCUMENTS = ((0, 10), (10, 11), (11, 24))

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.masks import ring_dilated_mask
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.tiny_models import VOCAB, tiny_config, tiny_model
 
 IDS = torch.arange(3, 23).reshape(2, 10)
@@ -45,9 +45,15 @@ def test_output_attentions():
     model(input_ids=IDS)  # nothing of the refused pass stays behind
 
 
-def test_four_dimensional_mask():
-    with pytest.raises(ValueError, match=r"mask \[batch, tokens\], got \(2, 1, 10, 10\): pass the 2-D attention_mask"):
-        make("llama")(input_ids=IDS, attention_mask=torch.ones(2, 1, 10, 10))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_four_dimensional_mask(ranks):
+    remedy = "pass the .*mask, and for packed documents position_ids that restart"
+
+    def work(ring, model):
+        with pytest.raises(ValueError, match=rf"mask .*\[.*\].*, got \(2, 1, 10, 10\): {remedy}"):
+            model(input_ids=IDS, attention_mask=torch.ones(2, 1, 10, 10))
+
+    on_ranks(work, lambda: make("llama"), ranks)
 
 
 def test_padding_inside_a_row_where_a_window_would_count_it():

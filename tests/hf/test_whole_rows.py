@@ -16,6 +16,7 @@ from transformers import (
 import hf_ring_attention as ra
 from hf_ring_attention.compute.private import checkpoint_activations
 from hf_ring_attention.hf.cache import cache_argument
+from hf_ring_attention.hf.config import warn_once
 from hf_ring_attention.hf.forward_pass import running_with
 
 from ..support.ranks import on_ranks
@@ -240,6 +241,43 @@ def test_other_heads(head, model_type, kind):
         world_size=2,
         valid=mask,
     )
+
+
+ANSWERS = "LlamaForQuestionAnswering chooses among all tokens of a row, and some are padding"
+FIRST = "BertForSequenceClassification got rows that begin with padding"
+
+
+@pytest.mark.parametrize(
+    ("auto", "model_type", "kind", "warning"),
+    [
+        *((AutoModelForQuestionAnswering, "llama", kind, ANSWERS) for kind in ("left", "right")),
+        (AutoModelForQuestionAnswering, "llama", "plain", None),
+        (AutoModelForSequenceClassification, "bert", "left", FIRST),
+        (AutoModelForSequenceClassification, "bert", "right", None),
+        (AutoModelForSequenceClassification, "llama", "left", None),
+    ],
+)
+def test_heads_that_read_padding_are_named(caplog, auto, model_type, kind, warning):
+    """Padding has no output of attention, so their results are not those of eager attention; all others are."""
+    inputs, mask = rows(kind)
+    inputs["input_ids"] = inputs["input_ids"].masked_fill(mask == 0, 0)
+    labels = {"labels": torch.tensor([0, 1])}
+    if auto is AutoModelForQuestionAnswering:
+        labels = {"start_positions": torch.tensor([8, 9]), "end_positions": torch.tensor([10, 12])}
+    make = functools.partial(model_of, auto, model_type, **({"is_decoder": False} if model_type == "bert" else {}))
+    losses = []
+    for implementation in ("ring_dilated", "eager"):
+        warn_once.cache_clear()
+        model = make()
+        model.set_attn_implementation(implementation)
+        losses.append(model(**inputs, **labels).loss.detach())
+    assert (distance(*losses) > 1e-4) == (warning is not None)
+    said = [text for text in caplog.messages if "attention output is 0" in text]
+    assert len(said) == (warning is not None) and all(text.startswith(warning) for text in said)
+    caplog.clear()
+    warn_once.cache_clear()
+    on_ranks(lambda ring, model: model(**inputs)[0].detach(), make)
+    assert len([text for text in caplog.messages if "attention output is 0" in text]) == (warning is not None)
 
 
 # ---- several passes

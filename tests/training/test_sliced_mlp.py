@@ -8,6 +8,8 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
@@ -284,6 +286,35 @@ def test_it_can_be_undone():
     assert first.forward is theirs and "forward" not in vars(second)
     ra.sliced_mlp(model, None)
     assert first.forward is theirs and "forward" not in vars(second)
+
+
+def with_a_module(layer):
+    """As torch wraps what it checkpoints; returns what undoes it."""
+    own, layer.mlp = layer.mlp, checkpoint_wrapper(layer.mlp)
+    return lambda: setattr(layer, "mlp", own)
+
+
+def with_a_hook(layer):
+    """As Accelerate moves weights: by a function in place of the forward; returns what undoes it."""
+    add_hook_to_module(layer.mlp, ModelHook())
+    return lambda: remove_hook_from_module(layer.mlp)
+
+
+@pytest.mark.parametrize("wrap", [with_a_module, with_a_hook])
+def test_mlps_that_were_wrapped_since_are_sliced_anew_and_undone(wrap):
+    model = tiny_llama(None)
+    seen = slices_of(model)
+    ra.sliced_mlp(model, 5)
+    unwrap = wrap(model.model.layers[0])
+    for tokens_at_once, count in ((10, 2), (None, 1), (4, 5), (None, 1), ("unwrapped", 1), (10, 2)):
+        if tokens_at_once == "unwrapped":
+            unwrap()
+        else:
+            ra.sliced_mlp(model, tokens_at_once)
+        seen.clear()
+        with torch.no_grad():
+            model(tokens(1, 20))
+        assert len(seen) == count, tokens_at_once
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
