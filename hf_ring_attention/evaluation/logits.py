@@ -16,7 +16,7 @@ from ..compute.merge import accumulation_dtype
 from ..hf.config import warn_once
 from ..hf.forward_pass import Head, running_with
 from ..hf.lm_loss import IGNORED
-from ..hf.on_use import hook_head, values_of
+from ..hf.on_use import values_of, wrap_head
 from ..hf.rows import first_position, rows_to_cut
 from ..hf.wrappers import runner_of
 from ..plan.layouts import SequenceLayout
@@ -44,7 +44,7 @@ def hidden_states(model: PreTrainedModel, ring: Ring, ids: Tensor) -> tuple[Tens
         arguments = {name: x for name, x in arguments.items() if name in parameters}
     head = model.get_output_embeddings()
     if head is not None:
-        hook_head(head)
+        wrap_head(head)
     with running_with(on_use=True):
         output = model(**arguments)
     logits: Tensor = output["logits"] if isinstance(output, Mapping) else output[0]

@@ -59,12 +59,9 @@ def sum_in_slices(values: Any, labels: Tensor, ignore_index: int, label_smoothin
     origin.sliced = True
     values.check()
     labels = labels.to(values.part.device).flatten()
+    run = partial(_sum, values, labels, ignore_index, of_slice)
     with torch.set_grad_enabled(values.recorded and torch.is_grad_enabled()):
-        if values.head is None:
-            total = _sum(values, labels, ignore_index, of_slice, values.part, None, None)
-        else:
-            run = partial(_sum, values, labels, ignore_index, of_slice)
-            total = values.head(values.part, **{INSTEAD: run})
+        total = run(None, values.part) if values.head is None else values.head(values.part, **{INSTEAD: run})
     return origin.ring.side_by_side(total[None], 0).sum()
 
 
@@ -73,14 +70,13 @@ def _sum(
     labels: Tensor,
     ignore_index: int,
     of_slice: SliceLoss,
+    forward: Head | None,
     hidden: Tensor,
-    module: nn.Module | None,
-    sample: Tensor | None,
 ) -> Tensor:
-    """Returns the sum of the losses of this rank's tokens, inside a call of the output layer."""
-    states, forward = hidden.flatten(0, 1), None if module is None else module.forward
-    weights = values.weights if module is None else (*tensors_of(module), *values.weights)
-    weights = {id(x): x for x in weights}.values()
+    """Returns the sum of the losses of this rank's tokens, inside a call of the output layer, by the layer's forward."""
+    states = hidden.flatten(0, 1)
+    weights = [*values.scales] if forward is None else [*tensors_of(values.head), *values.scales]
+    weights = list({id(x): x for x in weights}.values())
     inputs = [x for x in (states, *weights) if x.requires_grad] if torch.is_grad_enabled() else []
     wide = torch.promote_types(hidden.dtype, torch.float32)
     sums = [torch.zeros_like(x, dtype=x.dtype if x is states else wide) for x in inputs]

@@ -36,7 +36,7 @@ from .forward_pass import (
 from .graph import begin_in_graph, end_in_graph, fits_a_graph, in_graph
 from .join import joined_output, kept
 from .lm_loss import join_of_fields
-from .on_use import OnUse, Origin, hook_head
+from .on_use import OnUse, Origin, wrap_head
 from .registration import IMPLEMENTATION
 from .rows import by_name, check_places, cut, tokens_in, warn_of_temperatures, whole_positions
 from .support import has_next_token_loss
@@ -208,7 +208,7 @@ def _decide(now: ForwardPass, kwargs: dict[str, Any]) -> None:
         now.origin = Origin(type(module).__name__, rows, ring or Ring.alone(), keeps_logits, of_slice)
         now.join_last = partial(OnUse.of_hidden, origin=now.origin)
         if head is not None:
-            hook_head(head)
+            wrap_head(head)
 
 
 # ---- the end of a call

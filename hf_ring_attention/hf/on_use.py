@@ -40,7 +40,7 @@ _FACTS = {
     *(x.__get__ for x in (_X.shape, _X.dtype, _X.device, _X.ndim, _X.requires_grad, _X.layout, _X.grad_fn, _X.is_leaf)),
     *(x.__get__ for x in (_X.is_cuda, _X.is_cpu, _X.is_sparse, _X.is_quantized, _X.is_meta, _X.is_nested)),
     *(_X.size, _X.dim, _X.ndimension, _X.numel, _X.nelement, _X.element_size, _X.is_floating_point, _X.is_complex),
-    *(_X.get_device, _X.is_contiguous, _X.is_inference, _X.__len__),
+    *(_X.get_device, _X.is_contiguous, _X.is_inference, _X.__len__, _X.requires_grad.__set__),
 }
 #: Operators whose result is a tensor with the same numbers.
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.view.default)
@@ -69,8 +69,9 @@ class Values:
     sample: Tensor  # [0, vocabulary] no logits, with the dtype, device and width of all
     recorded: bool  # whether gradients are recorded
     autocast: Callable[[], Any]  # makes the context of autocast in which the layer was called
-    weights: tuple[Tensor, ...] = ()  # the tensors of the layer and the steps that need gradients
+    weights: tuple[Tensor, ...] = ()  # the tensors of the layer that need gradients
     versions: tuple[int, ...] = ()  # of the weights, when the layer was called
+    scales: tuple[Tensor, ...] = ()  # the tensors of the steps that need gradients
     formed: Tensor | None = None
     version: int = 0  # of `formed`, before anybody wrote into it
 
@@ -151,7 +152,7 @@ class OnUse(Tensor):
     @staticmethod
     def of(values: Values, numbers: Tensor, views: tuple[Callable[[Tensor], Tensor], ...] = ()) -> OnUse:
         """Returns the values of the tokens with these numbers."""
-        inputs = (values.part, *values.weights)
+        inputs = (values.part, *values.weights, *values.scales)
         if values.recorded and torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
             made: OnUse = _Connected.apply(values, numbers, views, *inputs)
             return made
@@ -181,6 +182,9 @@ class OnUse(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, OnUse)]
+        if any(map(_is_wrapped, found)):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         if len(found) == 1 and found[0].content.is_current:
             result = _not_formed(found[0], func, args, kwargs)
             if result is not None:
@@ -222,6 +226,16 @@ def _viewed(x: Tensor, views: tuple[Callable[[Tensor], Tensor], ...]) -> Tensor:
     return x
 
 
+def _is_wrapped(x: OnUse) -> bool:
+    """Returns whether a function of autograd has returned this tensor, so the gradient goes through its backward.
+
+    One function of FSDP 2 only marks the place where backward has passed a module.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        known = ("_ConnectedBackward", "RegisterPostBackwardFunctionBackward")
+        return x.requires_grad and type(x.grad_fn).__name__ not in known
+
+
 def _formed(x: Any) -> Any:
     return x.form() if isinstance(x, OnUse) else x
 
@@ -248,7 +262,7 @@ class _Connected(torch.autograd.Function):
         part = values.part.detach().requires_grad_(values.part.requires_grad)
         with torch.enable_grad():
             out = _viewed(values.of_rows(part), ctx.views)
-        inputs = [part, *values.weights]
+        inputs = [part, *values.weights, *values.scales]
         wanted = [x for x in inputs if x.requires_grad]
         gradients = iter(torch.autograd.grad(out, wanted, grad, materialize_grads=True))
         return None, None, None, *(next(gradients) if x.requires_grad else None for x in inputs)
@@ -274,7 +288,7 @@ def _not_formed(x: OnUse, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     others = [o for o in tree_leaves((args, kwargs)) if isinstance(o, Tensor) and o is not x]
     width, writes = x.shape[-1], name.endswith("_") and not name.endswith("__")
     of_numbers = name in _OF_NUMBERS and all(
-        o.numel() in (1, width) and o.numel() == o.shape[-1:].numel() for o in others
+        o.numel() in (1, width) and o.numel() == o.shape[-1:].numel() and o.dim() <= x.dim() for o in others
     )
     if values.head is None:
         if writes or not (of_numbers or (name in _OF_TOKENS and place == 0)):
@@ -292,8 +306,7 @@ def _not_formed(x: OnUse, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     if writes:  # All that show these values change.
         values.steps, values.sample = changes["steps"], changes["sample"]
         return x
-    more = [o for o in others if o.requires_grad]
-    changes |= {"weights": (*values.weights, *more), "versions": (*values.versions, *map(version_of, more))}
+    changes["scales"] = (*values.scales, *(o for o in others if o.requires_grad))
     if not torch.is_grad_enabled() or name == "detach":  # Such values keep no graph alive.
         changes |= {"recorded": False, "part": values.part.detach()}
     return OnUse.of(replace(values, **changes), x.numbers, x.views)
@@ -367,57 +380,54 @@ def values_of(x: Tensor) -> Values | None:
 # ---- the output layer
 
 
-def hook_head(head: nn.Module) -> None:
+class HeadForward:
+    """The forward of an output layer, by its `own` forward, None for the forward of its class.
+
+    It runs inside the hooks of FSDP and ZeRO, which gather the layer's weights for its call.
+    """
+
+    def __init__(self, module: nn.Module, own: Callable[..., Any] | None) -> None:
+        self.module, self.own = module, own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own = partial(type(self.module).forward, self.module) if self.own is None else self.own
+        on_use = bool(args) and isinstance(args[0], OnUse)
+        if on_use or INSTEAD in kwargs or (not torch.compiler.is_dynamo_compiling() and running().on_use):
+            return _head(self.module, own, *args, **kwargs)
+        return own(*args, **kwargs)
+
+
+def wrap_head(head: nn.Module) -> None:
     """Has an output layer return logits that are formed on use for hidden states that are."""
-    if before_head not in head._forward_pre_hooks.values():
-        # FSDP 2 gathers the layer's weights before our first hook, and frees them behind our second one.
-        head.register_forward_pre_hook(before_head, with_kwargs=True)
-        head.register_forward_hook(after_head, prepend=True)
-
-
-def before_head(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Gives the output layer one token, whose logits have the dtype and the width of all."""
-    on_use = bool(args) and isinstance(args[0], OnUse)
-    if on_use or INSTEAD in kwargs or (not torch.compiler.is_dynamo_compiling() and running().on_use):
-        return _before_head(module, args, kwargs)
-    return None
+    own = vars(head).get("forward")
+    if not isinstance(own, HeadForward):
+        head.forward = HeadForward(head, own)
 
 
 @torch.compiler.disable(reason="it asks what was formed")
-def _before_head(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    states, *others = args
+def _head(module: nn.Module, own: Callable[..., Any], states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Returns logits that are formed on use, or the result of the function that runs in place of the layer."""
     instead = kwargs.pop(INSTEAD, None)
-    if instead is None:
-        if not isinstance(states, OnUse):
-            states = OnUse.of_hidden(states, Origin("the model", None, Ring.alone()))
-        elif not (states.content.is_current and states.content.origin.keeps_logits):
-            return (states.form(), *others), kwargs
-        instead, states = partial(_logits, states), states.content.part
-    else:
-        instead = partial(instead, states)
-    token = states[:1, :1].detach().clone()
-    token.instead = instead
-    return (token, *others), kwargs
 
+    def forward(states: Tensor) -> Any:
+        return own(states, *args, **kwargs)
 
-def after_head(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """Returns the logits that are formed on use, or what takes their place."""
-    return _after_head(module, args[0], output) if hasattr(args[0], "instead") else None
-
-
-@torch.compiler.disable(reason="it belongs to before_head")
-def _after_head(module: nn.Module, token: Any, output: Any) -> Any:
-    instead = token.instead
-    if not isinstance(output, Tensor) or output.shape[:-1] != token.shape[:-1]:
+    if instead is not None:
+        return instead(forward, states)
+    if not isinstance(states, OnUse):
+        states = OnUse.of_hidden(states, Origin("the model", None, Ring.alone()))
+    hidden = states.content
+    if _is_wrapped(states):
+        return forward(states)
+    if not (hidden.is_current and hidden.origin.keeps_logits):
+        return forward(states.form())
+    token = hidden.part[:1, :1].detach()
+    sample = forward(token)  # It has the dtype and the width of all logits.
+    if not isinstance(sample, Tensor) or sample.shape[:-1] != token.shape[:-1]:
         raise NotImplementedError(
             f"{type(module).__name__} is no output layer: it makes no logits of each token by itself"
         )
-    return instead(module, output)
-
-
-def _logits(states: OnUse, module: nn.Module, sample: Tensor) -> OnUse:
-    hidden, weights = states.content, tuple(tensors_of(module))
-    recorded = hidden.recorded and torch.is_grad_enabled()
+    recorded, weights = hidden.recorded and torch.is_grad_enabled(), tuple(tensors_of(module))
     values = replace(
         hidden,
         part=hidden.part if recorded else hidden.part.detach(),

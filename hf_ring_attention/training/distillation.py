@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ..hf.config import warn_once
 from ..hf.forward_pass import CALL, Call, Head, exact_attention, running_with
 from ..hf.lm_loss import IGNORED
-from ..hf.on_use import hook_head, values_of
+from ..hf.on_use import values_of, wrap_head
 from ..hf.support import check_predicts_next
 from ..hf.wrappers import attachment_of, evaluating, unwrapped, whole_model, wrapped_modules
 
@@ -80,7 +80,7 @@ def _hidden_of_teacher(model: nn.Module, inner: PreTrainedModel, inputs: Mapping
     """Returns [B, n local, width] the last hidden states of a model under exact attention, without adapters and dropout."""
     head = inner.get_output_embeddings()
     if head is not None:
-        hook_head(head)
+        wrap_head(head)
     with exact_attention(model), _without_adapters(model), evaluating(inner), running_with(on_use=True):
         output = model(**inputs)
     found = values_of(output["logits"] if isinstance(output, Mapping) else output[0])

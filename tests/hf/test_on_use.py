@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -135,8 +136,66 @@ def own_function(model, hidden, labels, items):
     return following(model, logits, labels, items) + 1e-3 * loss, logits
 
 
-#: Whether the logits of whole rows are formed.
+class _Reversed(torch.autograd.Function):
+    """Returns what it gets, and changes gradients."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -2 * grad
+
+
+def reversed_gradients(model, hidden, labels, items):
+    logits = model.lm_head(_Reversed.apply(hidden))
+    return following(model, logits, labels, items), logits
+
+
+def reversed_gradients_of_logits(model, hidden, labels, items):
+    logits = model.lm_head(hidden)
+    return following(model, _Reversed.apply(logits), labels, items), logits
+
+
+def checkpointed_head(model, hidden, labels, items):
+    logits = checkpoint(model.lm_head, hidden, use_reentrant=False)
+    return following(model, logits, labels, items), logits
+
+
+def reentrant_head(model, hidden, labels, items):
+    logits = checkpoint(model.lm_head, hidden, use_reentrant=True)
+    return following(model, logits, labels, items), logits
+
+
+def hooked_head(model, hidden, labels, items):
+    """Hooks see whole rows, and their gradients."""
+    seen = []
+    handles = [
+        model.lm_head.register_forward_pre_hook(lambda module, args: seen.append(args[0].square().mean())),
+        model.lm_head.register_forward_hook(lambda module, args, output: seen.append(args[0].mean() + output.mean())),
+        model.lm_head.register_full_backward_hook(lambda module, grads, of_output: (3 * grads[0],)),
+    ]
+    logits = model.lm_head(hidden)
+    for handle in handles:
+        handle.remove()
+    return following(model, logits, labels, items) + sum(seen), logits
+
+
+def picked_tokens(model, hidden, labels, items):
+    picked = model.lm_head(hidden[labels != -100])
+    twice = model.lm_head(hidden)[:, [0, 3, 3]]
+    return F.cross_entropy(picked, labels[labels != -100]) + twice.square().mean(), model.lm_head(hidden)
+
+
+#: Whether a stand-in of logits is formed; a wrapped one of hidden states is an ordinary tensor, and so are its logits.
 FORWARDS = {
+    picked_tokens: True,
+    reversed_gradients: False,
+    reversed_gradients_of_logits: True,
+    checkpointed_head: False,
+    reentrant_head: True,
+    hooked_head: False,
     rolled: False,
     two_heads: False,
     masked_in_forward: False,
