@@ -14,7 +14,7 @@ from functools import partial
 from importlib.metadata import version as installed_version
 from pkgutil import resolve_name
 from types import FrameType, FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -317,3 +317,7 @@ tree_leaves: Any = torch.utils._pytree.tree_leaves
 DispatchMode: Any = torch.utils._python_dispatch.TorchDispatchMode
 #: Makes a tensor of a class, a shape, a dtype and a device without numbers.
 without_numbers: Any = Tensor._make_wrapper_subclass
+#: A context in which tensors of other classes are ordinary ones.
+plain_tensors: Any = torch._C.DisableTorchFunctionSubclass
+#: Asks a tensor which one it is a view of.
+base_of: Any = cast(Any, Tensor)._base.__get__

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..ring.ring import Ring
 from .config import warn_once
@@ -61,8 +62,23 @@ def sum_in_slices(values: Any, labels: Tensor, ignore_index: int, label_smoothin
     labels = labels.to(values.part.device).flatten()
     run = partial(_sum, values, labels, ignore_index, of_slice)
     with torch.set_grad_enabled(values.recorded and torch.is_grad_enabled()):
-        total = run(None, values.part) if values.head is None else values.head(values.part, **{INSTEAD: run})
+        if values.head is None:
+            total = run(None)
+        else:
+            # Inputs that need gradients would have FSDP 2 free the weights of all layers that it gathers together.
+            total = call_of(values.head)(values.part[:1, :1].detach(), **{INSTEAD: run})
+    for hook in values.hooks if total.requires_grad else ():
+        total.register_hook(hook)
     return origin.ring.side_by_side(total[None], 0).sum()
+
+
+def call_of(head: nn.Module) -> Callable[..., Tensor]:
+    """Returns how to call an output layer once more: with the hooks that gather its weights, if it has them for a call only.
+
+    FSDP 2 and ZeRO 3 have such weights. Where FSDP 2 gathers several layers together, a call with hooks would count for all.
+    """
+    gathered = any(isinstance(x, DTensor) or hasattr(x, "ds_id") for x in head.parameters())
+    return head if gathered else head.forward
 
 
 def _sum(
@@ -71,10 +87,9 @@ def _sum(
     ignore_index: int,
     of_slice: SliceLoss,
     forward: Head | None,
-    hidden: Tensor,
 ) -> Tensor:
-    """Returns the sum of the losses of this rank's tokens, inside a call of the output layer, by the layer's forward."""
-    states = hidden.flatten(0, 1)
+    """Returns the sum of the losses of this rank's tokens, by the forward of the output layer."""
+    hidden, states = values.part, values.part.flatten(0, 1)
     weights = [*values.scales] if forward is None else [*tensors_of(values.head), *values.scales]
     weights = list({id(x): x for x in weights}.values())
     inputs = [x for x in (states, *weights) if x.requires_grad] if torch.is_grad_enabled() else []

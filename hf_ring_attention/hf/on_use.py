@@ -9,7 +9,7 @@ is a sum over tokens, so `lm_loss.py` computes it in slices. Every other use for
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..compute.private import tree_leaves, tree_map, version_of, without_numbers
+from ..compute.private import base_of, plain_tensors, tree_leaves, tree_map, version_of, without_numbers
 from ..ring.ring import Ring
 from .config import warn_once
 from .forward_pass import SliceLoss, WholeRows, running, running_with
 from .join import kept, whole_rows
-from .lm_loss import IGNORED, INSTEAD, sum_in_slices, tensors_of
+from .lm_loss import IGNORED, INSTEAD, call_of, sum_in_slices, tensors_of
 
 #: Functions of each number, whatever its token. The names of functions that write into their argument end with "_".
 _OF_NUMBERS = frozenset(
@@ -40,7 +40,7 @@ _FACTS = {
     *(x.__get__ for x in (_X.shape, _X.dtype, _X.device, _X.ndim, _X.requires_grad, _X.layout, _X.grad_fn, _X.is_leaf)),
     *(x.__get__ for x in (_X.is_cuda, _X.is_cpu, _X.is_sparse, _X.is_quantized, _X.is_meta, _X.is_nested)),
     *(_X.size, _X.dim, _X.ndimension, _X.numel, _X.nelement, _X.element_size, _X.is_floating_point, _X.is_complex),
-    *(_X.get_device, _X.is_contiguous, _X.is_inference, _X.__len__, _X.requires_grad.__set__),
+    *(_X.get_device, _X.is_contiguous, _X.is_inference, _X.__len__, _X.requires_grad.__set__, base_of),
 }
 #: Operators whose result is a tensor with the same numbers.
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.view.default)
@@ -72,6 +72,7 @@ class Values:
     weights: tuple[Tensor, ...] = ()  # the tensors of the layer that need gradients
     versions: tuple[int, ...] = ()  # of the weights, when the layer was called
     scales: tuple[Tensor, ...] = ()  # the tensors of the steps that need gradients
+    hooks: list[Callable[[Tensor], Any]] = field(default_factory=list)  # of FSDP, before backward reaches the layer
     formed: Tensor | None = None
     version: int = 0  # of `formed`, before anybody wrote into it
 
@@ -83,7 +84,8 @@ class Values:
 
     def of_states(self, states: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Returns the values [..., vocabulary] of hidden states [..., width], by the layer or its forward."""
-        head = head or self.head
+        if head is None and self.head is not None:
+            head = call_of(self.head)
         with self.autocast(), running_with(on_use=False):
             values = states if head is None else head(states)
             for step in self.steps:
@@ -102,6 +104,8 @@ class Values:
             with torch.set_grad_enabled(self.recorded):
                 self.formed = self.of_rows(self.part)
             self.version = version_of(self.formed)
+            for hook in self.hooks if self.formed.requires_grad else ():
+                self.formed.register_hook(hook)
         return self.formed
 
     def check(self) -> None:
@@ -140,7 +144,7 @@ class OnUse(Tensor):
     content: Values
     numbers: Tensor  # the number of each token among those of all rows, in the shape of this tensor without its last dimension
     views: tuple[Callable[[Tensor], Tensor], ...]  # the functions that chose the tokens
-    hooks: list[Callable[[Tensor], Any]]  # of the gradient
+    shown: Tensor | None  # the tokens, once they are formed
 
     @staticmethod
     def of_hidden(part: Tensor, origin: Origin) -> OnUse:
@@ -162,14 +166,14 @@ class OnUse(Tensor):
         """Returns an ordinary tensor, with its gradients."""
         values, rows = self.content, self.content.origin.rows
         few = rows is not None and rows.layout is not None and 2 * self.numbers.numel() < rows.batch * rows.length
-        if few and values.head is None and values.formed is None:
+        if self.shown is None and few and values.head is None and values.formed is None:
             assert rows is not None
             with torch.set_grad_enabled(values.recorded):
-                return kept(values.part, rows, values.origin.ring, self.numbers)
-        whole = _viewed(values.whole(), self.views)
-        while self.hooks:
-            whole.register_hook(self.hooks.pop())
-        return whole
+                self.shown = kept(values.part, rows, values.origin.ring, self.numbers)
+        elif self.shown is None:
+            with torch.set_grad_enabled(values.recorded):
+                self.shown = _viewed(values.whole(), self.views)
+        return self.shown
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         return f"OnUse({[*self.shape]}, formed when it is used)"
@@ -179,11 +183,11 @@ class OnUse(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _FACTS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with plain_tensors():
                 return func(*args, **kwargs)
         found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, OnUse)]
         if any(map(_is_wrapped, found)):
-            with torch._C.DisableTorchFunctionSubclass():
+            with plain_tensors():
                 return func(*args, **kwargs)
         if len(found) == 1 and found[0].content.is_current:
             result = _not_formed(found[0], func, args, kwargs)
@@ -216,7 +220,7 @@ def _bare(values: Values, numbers: Tensor, views: Any) -> OnUse:
     """Returns an `OnUse` without gradients."""
     sample = values.sample
     made: OnUse = without_numbers(OnUse, (*numbers.shape, sample.shape[-1]), dtype=sample.dtype, device=sample.device)
-    made.content, made.numbers, made.views, made.hooks = values, numbers, views, []
+    made.content, made.numbers, made.views, made.shown = values, numbers, views, None
     return made
 
 
@@ -231,7 +235,7 @@ def _is_wrapped(x: OnUse) -> bool:
 
     One function of FSDP 2 only marks the place where backward has passed a module.
     """
-    with torch._C.DisableTorchFunctionSubclass():
+    with plain_tensors():
         known = ("_ConnectedBackward", "RegisterPostBackwardFunctionBackward")
         return x.requires_grad and type(x.grad_fn).__name__ not in known
 
@@ -275,8 +279,15 @@ def _not_formed(x: OnUse, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     """Returns the result of a function whose argument need not be formed; None for others."""
     name, values = getattr(func, "__name__", ""), x.content
     if func is Tensor.register_hook:
-        x.hooks.append(args[1])
-        with torch._C.DisableTorchFunctionSubclass():
+        hook = args[1]
+        if not getattr(getattr(hook, "func", hook), "__module__", "").startswith("torch.distributed.fsdp"):
+            x.form()
+            values.version = -1  # From now on, gradients go through the formed tensor.
+            return None
+        if values.head is None:
+            return func(values.part, hook) if values.part.requires_grad else None
+        values.hooks.append(hook)
+        with plain_tensors():
             return func(*args)
     if func is F.cross_entropy and args and args[0] is x:
         return _cross_entropy(x, *args[1:], **kwargs)
@@ -413,7 +424,7 @@ def _head(module: nn.Module, own: Callable[..., Any], states: Tensor, *args: Any
         return own(states, *args, **kwargs)
 
     if instead is not None:
-        return instead(forward, states)
+        return instead(forward)
     if not isinstance(states, OnUse):
         states = OnUse.of_hidden(states, Origin("the model", None, Ring.alone()))
     hidden = states.content
@@ -437,6 +448,7 @@ def _head(module: nn.Module, own: Callable[..., Any], states: Tensor, *args: Any
         autocast=_autocast(hidden.part),
         weights=weights,
         versions=tuple(map(version_of, weights)),
+        hooks=[],
         formed=None,
     )
     return OnUse.of(values, states.numbers, states.views)
