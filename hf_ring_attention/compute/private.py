@@ -34,7 +34,7 @@ PROBED: dict[str, dict[str, tuple[str, ...]]] = {
         "torch": ("_C",),
         "torch.nn.Module": ("_call_impl",),
         f"{__name__}.PLAIN_MODULE": (*_HOOKS_BEFORE, *_HOOKS_AFTER),
-        "torch.Tensor": ("_make_wrapper_subclass", "_version"),
+        "torch.Tensor": ("_base", "_make_wrapper_subclass", "_version"),
         "torch.utils": ("_pytree", "_python_dispatch"),
         "torch._C": ("_SetExcludeDispatchKeyGuard", "_autograd"),
         "torch._C._autograd": ("_top_saved_tensors_default_hooks",),
@@ -66,7 +66,10 @@ PROBED: dict[str, dict[str, tuple[str, ...]]] = {
         "transformers.GenerationMixin": ("_prefill",),
         "transformers.GenerationMixin._prefill": ("input_chunks",),
     },
-    "transformers.Trainer": {"transformers.Trainer": ("_get_dataloader", "_get_grad_norm")},
+    "transformers.Trainer": {
+        "transformers.Trainer": ("_get_dataloader", "_get_grad_norm", "_set_signature_columns_if_needed"),
+        "transformers.Trainer._set_signature_columns_if_needed": ("_signature_columns",),
+    },
     "accelerate": {
         "accelerate.Accelerator": ("_prepare_deepspeed", "_prepare_device_mesh"),
         "accelerate.Accelerator.__init__": ("_dataloaders", "_models", "_schedulers"),
@@ -75,6 +78,7 @@ PROBED: dict[str, dict[str, tuple[str, ...]]] = {
     "deepspeed": {"deepspeed.utils.set_z3_leaf_module": ("_z3_leaf",)},
     "trl": {"GRPOTrainer": ("_generate_single_turn",)},
     "trl.DPOTrainer": {"trl.DPOTrainer.__init__": ("_precompute_model_hash", "_precompute_ref_logps")},
+    "trl.SFTTrainer": {"trl.SFTTrainer": ("_prepare_dataset",)},
     "lm_eval": {"HFLM": ("_loglikelihood_tokens", "_model_call", "_model_generate")},
 }
 
@@ -300,6 +304,8 @@ def check_trl(trainer_class: Any) -> None:
     for kind in trainer_class.__mro__:
         if kind.__name__ in ("GRPOTrainer", "RLOOTrainer"):
             check("trl", {"GRPOTrainer": kind})
+        if kind.__name__ == "SFTTrainer":
+            check("trl.SFTTrainer", {"trl.SFTTrainer": kind})
         if kind.__name__ in ("DPOTrainer", "KTOTrainer"):
             check("trl.DPOTrainer", {"trl.DPOTrainer.__init__": kind.__init__})
 

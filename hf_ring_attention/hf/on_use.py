@@ -257,12 +257,15 @@ class _Connected(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Values, numbers: Tensor, views: Any, *inputs: Tensor) -> OnUse:
         ctx.values, ctx.views = values, views
+        ctx.set_materialize_grads(False)
         return _bare(values, numbers, views)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         values: Values = ctx.values
+        if grad is None:  # DDP returns all outputs of a model by one function.
+            return (None,) * len(ctx.needs_input_grad)
         part = values.part.detach().requires_grad_(values.part.requires_grad)
         with torch.enable_grad():
             out = _viewed(values.of_rows(part), ctx.views)

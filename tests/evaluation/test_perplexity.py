@@ -171,8 +171,6 @@ def test_threads_score_one_model():
             assert ra.perplexity(model, rows[number]).nll == pytest.approx(right[number], rel=EXACT)
 
     in_threads(work, 4)
-    output = model.get_output_embeddings()
-    assert len(output._forward_pre_hooks) == len(output._forward_hooks) == 1
 
 
 # ---- refusals
