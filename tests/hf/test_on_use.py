@@ -23,7 +23,9 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutput
 
 import hf_ring_attention as ra
+from hf_ring_attention.hf import loss_bytes
 from hf_ring_attention.hf.config import warn_once
+from hf_ring_attention.hf.loss_bytes import LEAST_BYTES, tokens_at_once
 from hf_ring_attention.hf.on_use import OnUse, Values
 from hf_ring_attention.hf.wrappers import runner_of
 from tests.support.probe import batch
@@ -590,3 +592,17 @@ def test_heads_that_compute_with_other_tokens_are_refused():
     model.lm_head = Pooled(WIDTH, VOCAB)
     with pytest.raises(NotImplementedError, match="Pooled is no output layer: it makes no logits of each token"):
         model(**tokens())
+
+
+def test_slices_are_as_large_as_the_hidden_states(monkeypatch):
+    """By Liger's rule, and 64 MiB at least; an 8B model with 32768 tokens has slices of 1024."""
+    assert tokens_at_once(32768, 4096, 128256) == 1024
+    assert tokens_at_once(8192, 4096, 128256) == 256
+    assert tokens_at_once(4096, 4096, 128256) == LEAST_BYTES // (4 * 128256)
+    monkeypatch.setattr(loss_bytes, "LEAST_BYTES", 0)
+    model, sizes = own_llama(), []
+    own = model.lm_head.forward
+    model.lm_head.forward = lambda states: sizes.append(states.shape[:-1].numel()) or own(states)
+    ra.patch_model(model, "exact", ring=ra.Ring.alone())(**tokens())
+    most = 1 << (-(-2 * LENGTH // -(-VOCAB // WIDTH)) - 1).bit_length()
+    assert sizes == [1, *[most] * (2 * LENGTH // most), 2 * LENGTH % most]

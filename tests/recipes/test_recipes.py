@@ -378,5 +378,5 @@ def test_finetune_by_the_trainer_on_a_stream_of_uneven_files(folder, tmp_path):
     options += ["--output_dir", tmp_path / "run"]
     options += "--ring_size 2 --max_steps 8 --gradient_accumulation_steps 2 --disable_tqdm true".split()
     out = run("finetune_trainer.py", *options, processes=4)
-    assert out.startswith("2 ring(s) of 2 process(es)") and out.count("'loss'") == 8
+    assert out.startswith("2 rings of 2 processes") and out.count("'loss'") == 8
     assert LlamaForCausalLM.from_pretrained(tmp_path / "run")
