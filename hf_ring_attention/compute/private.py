@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 _HOOKS_BEFORE = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+_HOOKS_OF_GRADIENTS = ("_backward_hooks", "_backward_pre_hooks")
 _HOOKS_AFTER = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 #: A module whose attributes are looked at: torch.compile puts another function in place of `Module.__init__`.
@@ -33,8 +34,8 @@ PROBED: dict[str, dict[str, tuple[str, ...]]] = {
     "torch": {
         "torch": ("_C",),
         "torch.nn.Module": ("_call_impl",),
-        f"{__name__}.PLAIN_MODULE": (*_HOOKS_BEFORE, *_HOOKS_AFTER),
-        "torch.Tensor": ("_make_wrapper_subclass", "_version"),
+        f"{__name__}.PLAIN_MODULE": (*_HOOKS_BEFORE, *_HOOKS_AFTER, *_HOOKS_OF_GRADIENTS),
+        "torch.Tensor": ("_make_wrapper_subclass", "_version", "_base"),
         "torch.utils": ("_pytree", "_python_dispatch"),
         "torch._C": ("_SetExcludeDispatchKeyGuard", "_autograd"),
         "torch._C._autograd": ("_top_saved_tensors_default_hooks",),
@@ -136,6 +137,18 @@ def remove_hooks(module: nn.Module, unwanted: Callable[[Any], bool]) -> None:
             del hooks[number]
             for mark in marks:
                 getattr(module, mark).pop(number, None)
+
+
+def divides_weights(hook: Any) -> bool:
+    """Returns whether a hook is of FSDP or ZeRO, which gather weights for a call and for its backward."""
+    hook = hook.func if isinstance(hook, partial) else hook
+    return str(getattr(hook, "__module__", "")).startswith(("torch.distributed.fsdp.", "deepspeed."))
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Returns whether a module has hooks, other than those that gather its weights."""
+    kinds = (_HOOKS_BEFORE[0], _HOOKS_AFTER[0], *_HOOKS_OF_GRADIENTS)
+    return not all(divides_weights(hook) for kind in kinds for hook in getattr(module, kind).values())
 
 
 def compiled_module(model: Any) -> Any:
@@ -315,5 +328,7 @@ tree_map: Any = torch.utils._pytree.tree_map
 tree_leaves: Any = torch.utils._pytree.tree_leaves
 #: A context in which a method runs in place of each operator.
 DispatchMode: Any = torch.utils._python_dispatch.TorchDispatchMode
+#: The attribute of a tensor that FSDP 2 asks for: the tensor that it is a view of.
+BASE: Any = Tensor._base
 #: Makes a tensor of a class, a shape, a dtype and a device without numbers.
 without_numbers: Any = Tensor._make_wrapper_subclass

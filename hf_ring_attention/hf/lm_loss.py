@@ -75,9 +75,10 @@ def _sum(
 ) -> Tensor:
     """Returns the sum of the losses of this rank's tokens, inside a call of the output layer, by the layer's forward."""
     states = hidden.flatten(0, 1)
-    weights = [*values.scales] if forward is None else [*tensors_of(values.head), *values.scales]
-    weights = list({id(x): x for x in weights}.values())
-    inputs = [x for x in (states, *weights) if x.requires_grad] if torch.is_grad_enabled() else []
+    scales = tuple(x.detach().requires_grad_() for x in values.scales)  # They may depend on the weights.
+    weights = [] if forward is None else tensors_of(values.head)
+    leaves = {id(x): x for x in (states, *weights)} | {id(x): leaf for x, leaf in zip(values.scales, scales)}
+    inputs = [x for x in (states, *weights, *values.scales) if x.requires_grad] if torch.is_grad_enabled() else []
     wide = torch.promote_types(hidden.dtype, torch.float32)
     sums = [torch.zeros_like(x, dtype=x.dtype if x is states else wide) for x in inputs]
     total, length = (
@@ -87,10 +88,10 @@ def _sum(
     for first in range(0, len(states), length):
         place = slice(first, min(first + length, len(states)))
         part = states[place].detach().requires_grad_(any(x is states for x in inputs))
-        loss = of_slice(partial(values.of_states, head=forward), part, labels[place], place)
+        loss = of_slice(partial(values.of_states, head=forward, scales=scales), part, labels[place], place)
         total += loss.detach()
         if inputs:
-            parts = [part if x is states else x for x in inputs]
+            parts = [part if x is states else leaves[id(x)] for x in inputs]
             gradients = torch.autograd.grad(loss, parts, materialize_grads=True)
             for x, of_x, gradient in zip(inputs, sums, gradients, strict=True):
                 (of_x[place] if x is states else of_x).add_(gradient)
@@ -98,9 +99,17 @@ def _sum(
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:
-    """Returns the tensors of a module that need gradients: its parameters, and views of weights that FSDP 1 puts there."""
+    """Returns the parameters of a module, and views of weights that FSDP 1 puts there."""
     tensors = (x for inner in module.modules() for x in (*inner.parameters(recurse=False), *vars(inner).values()))
-    return list({id(x): x for x in tensors if isinstance(x, Tensor) and x.requires_grad}.values())
+    return list({id(x): x for x in tensors if isinstance(x, Tensor)}.values())
+
+
+def check_once() -> None:
+    """Refuses a backward pass that is recorded, since its gradients would lack a part."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            "gradients of gradients (create_graph=True) of a call with labels cannot be computed: call the model without labels"
+        )
 
 
 class _Scaled(torch.autograd.Function):
@@ -113,8 +122,8 @@ class _Scaled(torch.autograd.Function):
         return total.view_as(total)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        check_once()
         any_label, *gradients = ctx.saved_tensors
         grad = torch.where(any_label, grad, 0)
         scaled = ((x * grad.to(x.dtype)).to(dtype) for x, dtype in zip(gradients, ctx.dtypes, strict=True))
