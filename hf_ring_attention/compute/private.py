@@ -14,7 +14,7 @@ from functools import partial
 from importlib.metadata import version as installed_version
 from pkgutil import resolve_name
 from types import FrameType, FunctionType
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 _HOOKS_BEFORE = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+_HOOKS_OF_GRADIENTS = ("_backward_hooks", "_backward_pre_hooks")
 _HOOKS_AFTER = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 #: A module whose attributes are looked at: torch.compile puts another function in place of `Module.__init__`.
@@ -33,7 +34,7 @@ PROBED: dict[str, dict[str, tuple[str, ...]]] = {
     "torch": {
         "torch": ("_C",),
         "torch.nn.Module": ("_call_impl",),
-        f"{__name__}.PLAIN_MODULE": (*_HOOKS_BEFORE, *_HOOKS_AFTER),
+        f"{__name__}.PLAIN_MODULE": (*_HOOKS_BEFORE, *_HOOKS_AFTER, *_HOOKS_OF_GRADIENTS),
         "torch.Tensor": ("_base", "_make_wrapper_subclass", "_version"),
         "torch.utils": ("_pytree", "_python_dispatch"),
         "torch._C": ("_SetExcludeDispatchKeyGuard", "_autograd"),
@@ -140,6 +141,19 @@ def remove_hooks(module: nn.Module, unwanted: Callable[[Any], bool]) -> None:
             del hooks[number]
             for mark in marks:
                 getattr(module, mark).pop(number, None)
+
+
+def divides_weights(hook: Any) -> bool:
+    """Returns whether a hook is of FSDP or ZeRO, which gather weights for a call and for its backward."""
+    hook = hook.func if isinstance(hook, partial) else hook
+    return str(getattr(hook, "__module__", "")).startswith(("torch.distributed.fsdp.", "deepspeed."))
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Returns whether a module has hooks, other than those that gather its weights."""
+    of_gradients = (module._backward_pre_hooks, module._backward_hooks)
+    kinds = (module._forward_pre_hooks, module._forward_hooks, *of_gradients)
+    return not all(divides_weights(hook) for hooks in kinds for hook in hooks.values())
 
 
 def compiled_module(model: Any) -> Any:
@@ -325,5 +339,5 @@ DispatchMode: Any = torch.utils._python_dispatch.TorchDispatchMode
 without_numbers: Any = Tensor._make_wrapper_subclass
 #: A context in which tensors of other classes are ordinary ones.
 plain_tensors: Any = torch._C.DisableTorchFunctionSubclass
-#: Asks a tensor which one it is a view of.
-base_of: Any = cast(Any, Tensor)._base.__get__
+#: The attribute of a tensor that FSDP 2 asks for: the tensor that it is a view of.
+BASE: Any = Tensor._base

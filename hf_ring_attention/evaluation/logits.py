@@ -16,7 +16,8 @@ from ..compute.merge import accumulation_dtype
 from ..hf.config import warn_once
 from ..hf.forward_pass import Head, running_with
 from ..hf.lm_loss import IGNORED
-from ..hf.on_use import values_of, wrap_head
+from ..hf.on_use import values_of
+from ..hf.output_layer import wrap_head
 from ..hf.rows import first_position, rows_to_cut
 from ..hf.wrappers import runner_of
 from ..plan.layouts import SequenceLayout

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ..ring.ring import Ring
 from .config import warn_once
 from .forward_pass import Head, SliceLoss, WholeRows
 from .join import whole_rows
 from .loss_bytes import tokens_at_once
+from .values import Values, call_of
 
 #: The label of a token that is not predicted, as in Transformers.
 IGNORED = -100
@@ -44,7 +44,7 @@ def next_labels(arguments: Mapping[str, Any]) -> Tensor:
     return F.pad(arguments["labels"][:, 1:], (0, 1), value=IGNORED) if shifted is None else shifted
 
 
-def sum_in_slices(values: Any, labels: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
+def sum_in_slices(values: Values, labels: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
     """Returns the sum of the losses of all tokens, the same on every rank.
 
     Args:
@@ -62,27 +62,14 @@ def sum_in_slices(values: Any, labels: Tensor, ignore_index: int, label_smoothin
     labels = labels.to(values.part.device).flatten()
     run = partial(_sum, values, labels, ignore_index, of_slice)
     with torch.set_grad_enabled(values.recorded and torch.is_grad_enabled()):
-        if values.head is None:
-            total = run(None)
-        else:
-            # Inputs that need gradients would have FSDP 2 free the weights of all layers that it gathers together.
-            total = call_of(values.head)(values.part[:1, :1].detach(), **{INSTEAD: run})
-    for hook in values.hooks if total.requires_grad else ():
-        total.register_hook(hook)
+        # Inputs that need gradients would have FSDP 2 free the weights of all layers that it gathers together.
+        token = values.part[:1, :1].detach()
+        total = run(None) if values.head is None else call_of(values.head)(token, **{INSTEAD: run})
     return origin.ring.side_by_side(total[None], 0).sum()
 
 
-def call_of(head: nn.Module) -> Callable[..., Tensor]:
-    """Returns how to call an output layer once more: with the hooks that gather its weights, if it has them for a call only.
-
-    FSDP 2 and ZeRO 3 have such weights. Where FSDP 2 gathers several layers together, a call with hooks would count for all.
-    """
-    gathered = any(isinstance(x, DTensor) or hasattr(x, "ds_id") for x in head.parameters())
-    return head if gathered else head.forward
-
-
 def _sum(
-    values: Any,
+    values: Values,
     labels: Tensor,
     ignore_index: int,
     of_slice: SliceLoss,
@@ -90,9 +77,10 @@ def _sum(
 ) -> Tensor:
     """Returns the sum of the losses of this rank's tokens, by the forward of the output layer."""
     hidden, states = values.part, values.part.flatten(0, 1)
-    weights = [*values.scales] if forward is None else [*tensors_of(values.head), *values.scales]
-    weights = list({id(x): x for x in weights}.values())
-    inputs = [x for x in (states, *weights) if x.requires_grad] if torch.is_grad_enabled() else []
+    scales = tuple(x.detach().requires_grad_() for x in values.scales)  # They may depend on the weights.
+    weights = [] if values.head is None else tensors_of(values.head)
+    leaves = {id(x): x for x in (states, *weights)} | {id(x): leaf for x, leaf in zip(values.scales, scales)}
+    inputs = [x for x in (states, *weights, *values.scales) if x.requires_grad] if torch.is_grad_enabled() else []
     wide = torch.promote_types(hidden.dtype, torch.float32)
     sums = [torch.zeros_like(x, dtype=x.dtype if x is states else wide) for x in inputs]
     total, length = (
@@ -102,10 +90,10 @@ def _sum(
     for first in range(0, len(states), length):
         place = slice(first, min(first + length, len(states)))
         part = states[place].detach().requires_grad_(any(x is states for x in inputs))
-        loss = of_slice(partial(values.of_states, head=forward), part, labels[place], place)
+        loss = of_slice(partial(values.of_states, head=forward, scales=scales), part, labels[place], place)
         total += loss.detach()
         if inputs:
-            parts = [part if x is states else x for x in inputs]
+            parts = [part if x is states else leaves[id(x)] for x in inputs]
             gradients = torch.autograd.grad(loss, parts, materialize_grads=True)
             for x, of_x, gradient in zip(inputs, sums, gradients, strict=True):
                 (of_x[place] if x is states else of_x).add_(gradient)
@@ -113,9 +101,17 @@ def _sum(
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:
-    """Returns the tensors of a module that need gradients: its parameters, and views of weights that FSDP 1 puts there."""
+    """Returns the parameters of a module, and views of weights that FSDP 1 puts there."""
     tensors = (x for inner in module.modules() for x in (*inner.parameters(recurse=False), *vars(inner).values()))
-    return list({id(x): x for x in tensors if isinstance(x, Tensor) and x.requires_grad}.values())
+    return list({id(x): x for x in tensors if isinstance(x, Tensor)}.values())
+
+
+def check_once() -> None:
+    """Refuses a backward pass that is recorded, since its gradients would lack a part."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            "gradients of gradients (create_graph=True) of a call with labels cannot be computed: call the model without labels"
+        )
 
 
 class _Scaled(torch.autograd.Function):
@@ -128,8 +124,8 @@ class _Scaled(torch.autograd.Function):
         return total.view_as(total)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        check_once()
         any_label, *gradients = ctx.saved_tensors
         grad = torch.where(any_label, grad, 0)
         scaled = ((x * grad.to(x.dtype)).to(dtype) for x, dtype in zip(gradients, ctx.dtypes, strict=True))

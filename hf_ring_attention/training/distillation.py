@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from ..hf.config import warn_once
 from ..hf.forward_pass import CALL, Call, Head, exact_attention, running_with
 from ..hf.lm_loss import IGNORED
-from ..hf.on_use import values_of, wrap_head
+from ..hf.on_use import values_of
+from ..hf.output_layer import wrap_head
 from ..hf.support import check_predicts_next
 from ..hf.wrappers import attachment_of, evaluating, unwrapped, whole_model, wrapped_modules
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoModelForCausalLM,
@@ -25,8 +26,13 @@ from transformers.modeling_outputs import CausalLMOutput
 import hf_ring_attention as ra
 from hf_ring_attention.hf import loss_bytes
 from hf_ring_attention.hf.config import warn_once
+<<<<<<< /tmp/a.py
 from hf_ring_attention.hf.loss_bytes import LEAST_BYTES, tokens_at_once
 from hf_ring_attention.hf.on_use import OnUse, Values
+=======
+from hf_ring_attention.hf.on_use import OnUse
+from hf_ring_attention.hf.values import Values
+>>>>>>> /tmp/c.py
 from hf_ring_attention.hf.wrappers import runner_of
 from tests.support.probe import batch
 from tests.support.ranks import on_ranks, run_ranks
@@ -202,7 +208,7 @@ FORWARDS = {
     two_heads: False,
     masked_in_forward: False,
     own_cross_entropy: False,
-    trained_temperature: False,
+    trained_temperature: True,
     term_of_hidden_states: False,
     rows_that_look_ahead: False,
     term_of_logits: True,
@@ -277,6 +283,178 @@ def test_a_forward_of_the_users_own(loss_of, caplog):
     assert expected[2] and float(expected[0]) > 1
     over_rings(lambda: own_model(loss_of), tokens(), lambda found: assert_same(found, expected))
     assert caplog.text.count(WARNING) == FORWARDS[loss_of]
+
+
+def hook_of_head(model, hidden, labels, items):
+    """Hooks that change what the output layer takes and makes do so once."""
+    handles = [
+        model.lm_head.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
+        model.lm_head.register_forward_hook(lambda module, args, output: output / 3),
+    ]
+    logits = model.lm_head(hidden)
+    loss = following(model, logits, labels, items)
+    for handle in handles:
+        handle.remove()
+    return loss, logits
+
+
+def hooks_of_tensors(model, hidden, labels, items):
+    """They see the gradient of all uses, also those of functions that torch does not announce."""
+    hidden.register_hook(lambda grad: 2 * grad)
+    logits = model.lm_head(hidden)
+    shifted = logits[:, 1:]
+    for x in (logits, shifted):
+        x.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    loss = following(model, _Tripled.apply(logits), labels, items) + shifted.pow(2).mean()
+    values = F.linear(hidden, model.second[1].weight)
+    values.register_hook(lambda grad: 2 * grad)
+    F.leaky_relu(values, 0.3, True)
+    loss = loss + values.logsumexp(-1).mean()
+    return loss + _Tripled.apply(hidden).pow(2).mean(), logits
+
+
+class _Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 3 * grad
+
+
+def kept_gradients(model, hidden, labels, items):
+    logits = model.lm_head(hidden)[:, :-1]
+    logits.retain_grad()
+    detached = hidden.detach().requires_grad_()
+    loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+    (loss + following(model, model.lm_head(detached), labels, items)).backward(retain_graph=True)
+    size = logits.grad.abs().sum() + detached.grad.abs().sum()
+    model.zero_grad()
+    return loss * size, logits
+
+
+def copies_and_views(model, hidden, labels, items):
+    """Who writes into a tensor changes its views, and no copy."""
+    hidden, valid = hidden * 1, labels != -100
+    copy, view = hidden[valid], hidden[:, :3]
+    copy.mul_(0.5)
+    view.mul_(2)
+    logits = model.lm_head(hidden) * 1
+    picked, flat, detached = logits[valid], logits[:, :-1].reshape(-1, VOCAB), logits.detach()
+    rest = logits.contiguous().to(logits.dtype)[:, 5:]
+    rest.mul_(model.scale)
+    loss = F.cross_entropy(picked, labels[valid]) + F.cross_entropy(flat, labels[:, 1:].flatten())
+    loss = loss + F.cross_entropy(model.lm_head(copy), labels[valid]) + (detached * logits).mean()
+    return loss + _Tripled.apply(rest).pow(2).mean() + following(model, logits, labels, items), logits
+
+
+def written_in_place(model, hidden, labels, items):
+    hidden = hidden * 1
+    F.relu(hidden, inplace=True)
+    logits = model.lm_head(hidden) * 1
+    F.relu(logits, inplace=True)
+    logits.data.mul_(0.5)
+    return following(model, logits, labels, items), logits
+
+
+def other_orders(model, hidden, labels, items):
+    """Tokens in another order, and tokens that are chosen twice."""
+    order, labels = torch.arange(LENGTH).flip(0), labels.clamp(min=0)
+    loss = following(model, model.lm_head(hidden[:, order]), labels, items)
+    logits = model.lm_head(hidden)
+    loss = loss + following(model, logits[torch.tensor([1, 0])], labels, items)
+    for places in (torch.tensor([-1, LENGTH - 1]), order[:2].numpy() * 0):
+        loss = loss + F.cross_entropy(logits[:, places].flatten(0, 1), labels[:, :2].flatten())
+    return loss, logits
+
+
+def gradients_of_parts(model, hidden, labels, items):
+    """Gradients go where they were recorded when a value was made, and nowhere else."""
+    logits = model.lm_head(hidden)
+    with torch.no_grad():
+        view, rows, unrecorded = logits[:, :-1], hidden[:, 2:], model.lm_head(hidden)
+    with torch.inference_mode():
+        share = float((logits.argmax(-1) == labels).double().mean())
+    loss = following(model, logits, labels, items) * (1 + share) + model.lm_head(rows).pow(2).mean()
+    loss = loss + F.cross_entropy(view.reshape(-1, VOCAB), labels[:, 1:].flatten())
+    return loss + sum(following(model, x * model.scale, labels, items) for x in (logits.detach(), unrecorded)), logits
+
+
+def scales_of_weights(model, hidden, labels, items):
+    """Each path of a gradient counts once."""
+    norm = model.lm_head.weight.norm()
+    logits = (model.lm_head(hidden) * norm * hidden.pow(2).mean() + model.bias) * model.scale / norm
+    return following(model, logits, labels, items) + _Tripled.apply(logits).pow(2).mean(), logits
+
+
+def odd_arguments(model, hidden, labels, items):
+    logits = model.lm_head(hidden)
+    bias, scale = model.bias.to(logits), model.scale.to(hidden)
+    assert bias.shape == (VOCAB,) and scale.shape == () and isinstance(logits.type(), str)
+    values = F.linear(F.layer_norm(hidden[:, :11], (11, WIDTH)), torch.linspace(0, 1, WIDTH))
+    logits = logits.view(2, LENGTH, 1, VOCAB) * bias.view(1, 1, 1, VOCAB) * scale
+    return F.cross_entropy(logits.reshape(-1, VOCAB), labels.flatten()) + values.pow(2).mean(), logits
+
+
+def checkpointed_terms(model, hidden, labels, items):
+    logits = model.lm_head(hidden)
+    terms = [checkpoint(lambda x: x.logsumexp(-1).pow(2).mean(), x, use_reentrant=False) for x in (logits, hidden)]
+    return following(model, logits, labels, items) + sum(terms), logits
+
+
+ODD = (
+    hook_of_head, hooks_of_tensors, kept_gradients, copies_and_views, written_in_place, other_orders, gradients_of_parts,
+    scales_of_weights, odd_arguments, checkpointed_terms,
+)  # fmt: skip
+
+
+@in_float64
+@pytest.mark.parametrize("loss_of", ODD, ids=lambda x: x.__name__)
+def test_hidden_states_and_logits_are_tensors_to_any_forward(loss_of):
+    expected = step(own_model(loss_of), tokens())
+    over_rings(lambda: own_model(loss_of), tokens(), lambda found: assert_same(found, expected))
+
+
+@in_float64
+@pytest.mark.parametrize(
+    ("ask", "error"),
+    [
+        (
+            lambda loss, hidden, weight: torch.autograd.grad(loss, hidden, allow_unused=True),
+            r"call retain_grad\(\) before",
+        ),
+        (lambda loss, hidden, weight: hidden.register_hook(lambda grad: 2 * grad), r"call retain_grad\(\) before"),
+        (lambda loss, hidden, weight: torch.autograd.grad(loss, weight, create_graph=True), "gradients of gradients"),
+    ],
+)
+def test_gradients_that_cannot_be_had_are_refused(ask, error):
+    def loss_of(model, hidden, labels, items):
+        loss = following(model, model.lm_head(hidden), labels)
+        ask(loss, hidden, model.model.norm.weight)
+        return loss, None
+
+    model = ra.patch_model(own_model(loss_of), "exact", ring=ra.Ring.alone())
+    with pytest.raises(NotImplementedError, match=error):
+        model(**tokens())
+
+
+def test_fsdp_forms_no_logits():
+    """It asks the outputs of a model for facts, and gives them hooks."""
+    run_ranks(_with_fsdp, 2)
+
+
+def _with_fsdp(rank):
+    with float64():
+        expected = step(own_llama(), tokens())
+        for freed in (None, True):
+            model = ra.patch_model(own_llama(), "exact", ring=ra.Ring())
+            for part in (*model.model.layers, model):
+                fully_shard(part, reshard_after_forward=freed)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Values, "of_tokens", None)
+                loss, _, gradients = step(model, tokens())
+            assert_same((loss, None, {name: x.full_tensor() for name, x in gradients.items()}), expected)
 
 
 @in_float64
@@ -507,7 +685,7 @@ def test_logits_serve_as_a_tensor_does(caplog):
 def test_a_loss_of_the_caller_is_computed_in_slices(monkeypatch):
     """Logits of a call with labels, in a loss behind the call; none are formed."""
     formed = []
-    monkeypatch.setattr(Values, "of_rows", lambda *args: formed.append(args))
+    monkeypatch.setattr(Values, "of_tokens", lambda *args: formed.append(args))
     ids = tokens()["input_ids"]
 
     def loss_of(model):

@@ -1,0 +1,80 @@
+"""The output layer of a model, whose logits are formed when they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..compute.private import has_hooks, version_of
+from ..ring.ring import Ring
+from .forward_pass import running
+from .lm_loss import INSTEAD, tensors_of
+from .on_use import OnUse, is_wrapped
+from .values import Origin, autocast_of
+
+
+class HeadForward:
+    """The forward of an output layer, by its `own` forward, None for the forward of its class.
+
+    It runs inside the hooks of FSDP and ZeRO, which gather the layer's weights for its call.
+    """
+
+    def __init__(self, module: nn.Module, own: Callable[..., Any] | None) -> None:
+        self.module, self.own = module, own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own = partial(type(self.module).forward, self.module) if self.own is None else self.own
+        on_use = bool(args) and isinstance(args[0], OnUse)
+        if on_use or INSTEAD in kwargs or (not torch.compiler.is_dynamo_compiling() and running().on_use):
+            return _head(self.module, own, *args, **kwargs)
+        return own(*args, **kwargs)
+
+
+def wrap_head(head: nn.Module) -> None:
+    """Has an output layer return logits that are formed on use for hidden states that are."""
+    own = vars(head).get("forward")
+    if not isinstance(own, HeadForward):
+        head.forward = HeadForward(head, own)
+
+
+@torch.compiler.disable(reason="it asks what was formed")
+def _head(module: nn.Module, own: Callable[..., Any], states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Returns logits that are formed on use, or the result of the function that runs in place of the layer."""
+    instead = kwargs.pop(INSTEAD, None)
+
+    def forward(states: Tensor) -> Any:
+        return own(states, *args, **kwargs)
+
+    if instead is not None:
+        return instead(forward)
+    if not isinstance(states, OnUse):
+        states = OnUse.of_hidden(states, Origin("the model", None, Ring.alone()))
+    hidden = states.content
+    if is_wrapped(states):
+        return forward(states)
+    if has_hooks(module) or not (states.is_current and hidden.origin.keeps_logits):
+        return forward(states.to_read())
+    token = hidden.part[:1, :1].detach()
+    sample = forward(token)  # It has the dtype and the width of all logits.
+    if not isinstance(sample, Tensor) or sample.shape[:-1] != token.shape[:-1]:
+        raise NotImplementedError(
+            f"{type(module).__name__} is no output layer: it makes no logits of each token by itself"
+        )
+    recorded, weights = torch.is_grad_enabled(), tuple(tensors_of(module))
+    values = replace(
+        hidden,
+        part=hidden.part if recorded else hidden.part.detach(),
+        head=module,
+        sample=sample.detach().flatten(0, 1)[:0],
+        recorded=recorded,
+        autocast=autocast_of(hidden.part),
+        weights=weights,
+        versions=tuple(map(version_of, (hidden.part, *weights))),
+    )
+    states.used = True
+    return OnUse.of(values, states.numbers.contiguous())

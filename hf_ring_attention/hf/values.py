@@ -1,0 +1,108 @@
+"""The values of each token of all rows, from which hidden states and logits are formed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..compute.private import version_of
+from ..ring.ring import Ring
+from .config import warn_once
+from .forward_pass import SliceLoss, WholeRows, running_with
+from .join import kept, whole_rows
+
+
+@dataclass(eq=False)
+class Origin:
+    """The call whose results are formed on use."""
+
+    name: str  # the class of its model
+    rows: WholeRows | None  # None for a model that is not patched, whose rows are whole
+    ring: Ring
+    keeps_logits: bool = True  # whether logits are formed on use too, and not by the output layer
+    of_slice: SliceLoss | None = None  # the loss of a slice of tokens, in place of a cross entropy
+    sliced: bool = False  # whether a loss was computed in slices
+
+
+@dataclass(eq=False)
+class Values:
+    """What an `OnUse` has for each token of all rows, whichever tokens it shows."""
+
+    origin: Origin
+    part: Tensor  # [B, n local, width] the hidden states of this rank's tokens
+    numbers: Tensor  # [B, n] the numbers of all tokens
+    head: nn.Module | None  # the output layer; None for hidden states
+    steps: tuple[Callable[[Tensor, Mapping[int, Tensor]], Tensor], ...]  # the functions that were applied to its logits
+    sample: Tensor  # [0, vocabulary] no logits, with the dtype, device and width of all
+    recorded: bool  # whether gradients are recorded
+    autocast: Callable[[], Any]  # makes the context of autocast in which the layer was called
+    versions: tuple[int, ...]  # of the part and the weights, when the layer was called
+    weights: tuple[Tensor, ...] = ()  # the tensors of the layer
+    scales: tuple[Tensor, ...] = ()  # the tensors of the steps that need gradients
+    hooks: list[Callable[[Tensor], Any]] = field(default_factory=list)  # of FSDP: they mark the beginning of backward
+
+    def of_states(
+        self, states: Tensor, head: Callable[[Tensor], Tensor] | None = None, scales: tuple[Tensor, ...] = ()
+    ) -> Tensor:
+        """Returns the values [..., vocabulary] of hidden states [..., width], by the layer or its forward, and by scales."""
+        if head is None and self.head is not None:
+            head = call_of(self.head)
+        with self.autocast(), running_with(on_use=False):
+            values = states if head is None else head(states)
+        for step in self.steps:
+            values = step(values, dict(zip(map(id, self.scales), scales)))
+        return values
+
+    def of_tokens(self, part: Tensor, numbers: Tensor, scales: tuple[Tensor, ...] = ()) -> Tensor:
+        """Returns the values of tokens with these numbers from this rank's hidden states; all ranks call it together."""
+        self.check()
+        rows, ring = self.origin.rows, self.origin.ring
+        if rows is not None and rows.layout is not None:
+            if 2 * numbers.numel() < self.numbers.numel():
+                return self.of_states(kept(part, rows, ring, numbers), scales=scales)
+            part = whole_rows(part, rows, ring)
+        return self.of_states(part if numbers is self.numbers else part.flatten(0, 1)[numbers], scales=scales)
+
+    def check(self) -> None:
+        """Refuses weights that have changed since the call of the layer: they would give other logits."""
+        if tuple(map(version_of, (self.part, *self.weights))) != self.versions:
+            raise RuntimeError(
+                f"{self.origin.name}: its weights have changed since the call that these logits are of: use logits before the "
+                f"optimizer's step, for example by logits.argmax(-1)"
+            )
+
+    def unrecorded(self) -> Values:
+        """Returns the values without gradients, which keep no graph alive."""
+        return replace(self, recorded=False, part=self.part.detach())
+
+    def warn(self) -> None:
+        """Logs once for a class that logits of whole rows are formed over a ring."""
+        rows, ring, width = self.origin.rows, self.origin.ring, self.sample.shape[-1]
+        if self.head is not None and rows is not None and ring.world_size > 1 and ring.rank == 0:
+            size = rows.batch * rows.length * width * self.sample.element_size()
+            warn_once(
+                f"{self.origin.name}: the logits of whole rows were used, so every rank forms them: {size / 2**30:.3f} GiB; "
+                f"only a cross entropy of them is computed in slices"
+            )
+
+
+def autocast_of(x: Tensor) -> Callable[[], Any]:
+    """Returns a function that makes the context of autocast that is active now."""
+    device = x.device.type
+    dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+    return partial(torch.autocast, device, dtype=dtype, enabled=enabled)
+
+
+def call_of(head: nn.Module) -> Callable[..., Tensor]:
+    """Returns how to call an output layer once more: with the hooks that gather its weights, if it has them for a call only.
+
+    FSDP 2 and ZeRO 3 have such weights. Where FSDP 2 gathers several layers together, a call with hooks would count for all.
+    """
+    gathered = any(isinstance(x, DTensor) or hasattr(x, "ds_id") for x in head.parameters())
+    return head if gathered else head.forward
