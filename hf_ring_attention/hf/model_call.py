@@ -36,11 +36,12 @@ from .forward_pass import (
 from .graph import begin_in_graph, end_in_graph, fits_a_graph, in_graph
 from .join import joined_output, kept
 from .lm_loss import join_of_fields
-from .on_use import OnUse, Origin
+from .on_use import OnUse
 from .output_layer import wrap_head
 from .registration import IMPLEMENTATION
 from .rows import by_name, check_places, cut, tokens_in, warn_of_temperatures, whole_positions
 from .support import has_next_token_loss
+from .values import Origin
 from .wrappers import attached_ring, attachment_of, runner_of, set_ring
 
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")

@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..compute.private import (
@@ -29,11 +29,8 @@ from ..compute.private import (
     version_of,
     without_numbers,
 )
-from ..ring.ring import Ring
-from .config import warn_once
-from .forward_pass import SliceLoss, WholeRows, running_with
-from .join import kept, whole_rows
 from .lm_loss import IGNORED, check_once, sum_in_slices
+from .values import Origin, Values
 
 #: Functions of each number, whatever its token.
 _OF_NUMBERS = frozenset(
@@ -58,79 +55,6 @@ _WATCHERS = {_X.data.__get__, _X.register_hook, _X.retain_grad, _X.numpy, _X.__a
 _OF_GRADIENTS = {_X.register_hook, _X.retain_grad}
 #: Operators whose result is a tensor with the same numbers.
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.view.default)
-
-
-@dataclass(eq=False)
-class Origin:
-    """The call whose results are formed on use."""
-
-    name: str  # the class of its model
-    rows: WholeRows | None  # None for a model that is not patched, whose rows are whole
-    ring: Ring
-    keeps_logits: bool = True  # whether logits are formed on use too, and not by the output layer
-    of_slice: SliceLoss | None = None  # the loss of a slice of tokens, in place of a cross entropy
-    sliced: bool = False  # whether a loss was computed in slices
-
-
-@dataclass(eq=False)
-class Values:
-    """What an `OnUse` has for each token of all rows, whichever tokens it shows."""
-
-    origin: Origin
-    part: Tensor  # [B, n local, width] the hidden states of this rank's tokens
-    numbers: Tensor  # [B, n] the numbers of all tokens
-    head: nn.Module | None  # the output layer; None for hidden states
-    steps: tuple[Callable[[Tensor, Mapping[int, Tensor]], Tensor], ...]  # the functions that were applied to its logits
-    sample: Tensor  # [0, vocabulary] no logits, with the dtype, device and width of all
-    recorded: bool  # whether gradients are recorded
-    autocast: Callable[[], Any]  # makes the context of autocast in which the layer was called
-    versions: tuple[int, ...]  # of the part and the weights, when the layer was called
-    weights: tuple[Tensor, ...] = ()  # the tensors of the layer
-    scales: tuple[Tensor, ...] = ()  # the tensors of the steps that need gradients
-    hooks: list[Callable[[Tensor], Any]] = field(default_factory=list)  # of FSDP: they mark the beginning of backward
-
-    def of_states(
-        self, states: Tensor, head: Callable[[Tensor], Tensor] | None = None, scales: tuple[Tensor, ...] = ()
-    ) -> Tensor:
-        """Returns the values [..., vocabulary] of hidden states [..., width], by the layer or its forward, and by scales."""
-        head = head or self.head
-        with self.autocast(), running_with(on_use=False):
-            values = states if head is None else head(states)
-        for step in self.steps:
-            values = step(values, dict(zip(map(id, self.scales), scales)))
-        return values
-
-    def of_tokens(self, part: Tensor, numbers: Tensor, scales: tuple[Tensor, ...] = ()) -> Tensor:
-        """Returns the values of tokens with these numbers from this rank's hidden states; all ranks call it together."""
-        self.check()
-        rows, ring = self.origin.rows, self.origin.ring
-        if rows is not None and rows.layout is not None:
-            if 2 * numbers.numel() < self.numbers.numel():
-                return self.of_states(kept(part, rows, ring, numbers), scales=scales)
-            part = whole_rows(part, rows, ring)
-        return self.of_states(part if numbers is self.numbers else part.flatten(0, 1)[numbers], scales=scales)
-
-    def check(self) -> None:
-        """Refuses weights that have changed since the call of the layer: they would give other logits."""
-        if tuple(map(version_of, (self.part, *self.weights))) != self.versions:
-            raise RuntimeError(
-                f"{self.origin.name}: its weights have changed since the call that these logits are of: use logits before the "
-                f"optimizer's step, for example by logits.argmax(-1)"
-            )
-
-    def unrecorded(self) -> Values:
-        """Returns the values without gradients, which keep no graph alive."""
-        return replace(self, recorded=False, part=self.part.detach())
-
-    def warn(self) -> None:
-        """Logs once for a class that logits of whole rows are formed over a ring."""
-        rows, ring, width = self.origin.rows, self.origin.ring, self.sample.shape[-1]
-        if self.head is not None and rows is not None and ring.world_size > 1 and ring.rank == 0:
-            size = rows.batch * rows.length * width * self.sample.element_size()
-            warn_once(
-                f"{self.origin.name}: the logits of whole rows were used, so every rank forms them: {size / 2**30:.3f} GiB; "
-                f"only a cross entropy of them is computed in slices"
-            )
 
 
 def _same(x: Tensor) -> Tensor:
@@ -184,6 +108,8 @@ class OnUse(Tensor):
             # A function that is checkpointed finds it formed when it runs again.
             with kept, torch.inference_mode(values.part.is_inference()), torch.set_grad_enabled(values.recorded):
                 self.formed = values.of_tokens(values.part, self.numbers) if base is None else self.of_base(base.form())
+            if base is None and BASE.__get__(self.formed) is not None:
+                self.formed = self.formed.clone()  # Hooks of views see other gradients, once something is written.
             self.version, self.history = version_of(self.formed), self.formed.grad_fn
             for hook in values.hooks if self.formed.requires_grad else ():
                 self.formed.register_hook(hook)

@@ -14,7 +14,8 @@ from ..compute.private import has_hooks, version_of
 from ..ring.ring import Ring
 from .forward_pass import running
 from .lm_loss import INSTEAD, tensors_of
-from .on_use import OnUse, Origin, autocast_of, is_wrapped
+from .on_use import OnUse, autocast_of, is_wrapped
+from .values import Origin
 
 
 class HeadForward:

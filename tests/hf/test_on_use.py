@@ -25,7 +25,8 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.config import warn_once
-from hf_ring_attention.hf.on_use import OnUse, Values
+from hf_ring_attention.hf.on_use import OnUse
+from hf_ring_attention.hf.values import Values
 from hf_ring_attention.hf.wrappers import runner_of
 from tests.support.probe import batch
 from tests.support.ranks import on_ranks, run_ranks
@@ -285,9 +286,10 @@ def hook_of_head(model, hidden, labels, items):
         model.lm_head.register_forward_hook(lambda module, args, output: output / 3),
     ]
     logits = model.lm_head(hidden)
+    loss = following(model, logits, labels, items)
     for handle in handles:
         handle.remove()
-    return following(model, logits, labels, items), logits
+    return loss, logits
 
 
 def hooks_of_tensors(model, hidden, labels, items):
@@ -298,6 +300,10 @@ def hooks_of_tensors(model, hidden, labels, items):
     for x in (logits, shifted):
         x.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
     loss = following(model, _Tripled.apply(logits), labels, items) + shifted.pow(2).mean()
+    values = F.linear(hidden, model.second[1].weight)
+    values.register_hook(lambda grad: 2 * grad)
+    F.leaky_relu(values, 0.3, True)
+    loss = loss + values.logsumexp(-1).mean()
     return loss + _Tripled.apply(hidden).pow(2).mean(), logits
 
 
@@ -341,7 +347,7 @@ def written_in_place(model, hidden, labels, items):
     hidden = hidden * 1
     F.relu(hidden, inplace=True)
     logits = model.lm_head(hidden) * 1
-    F.leaky_relu(logits, 0.5, True)
+    F.relu(logits, inplace=True)
     logits.data.mul_(0.5)
     return following(model, logits, labels, items), logits
 
