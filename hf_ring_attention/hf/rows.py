@@ -52,28 +52,22 @@ def documents_from_mask(mask: Tensor) -> Documents:
     return tuple(documents)
 
 
-def documents_of_rows(
-    batch: int,
-    positions: Tensor | None,
-    mask: Tensor | None,
-    first: int = 0,
-    cu_seq_lens: Any = None,
-    seq_idx: Any = None,
-    length: int = 0,
-) -> tuple[Documents | None, bool]:
-    """Returns the documents of packed rows, and whether a collator describes them; None if the mask alone describes the rows.
+def rows_of_call(runner: nn.Module, tokens: Tensor, arguments: Mapping[str, Any]) -> WholeRows:
+    """Returns the rows of a call without a cache; their documents are None if the mask alone describes them.
 
     Args:
-        positions: [B, n], or [1, n] for all rows; a document begins if they restart at `first`. [axes, B or 1, n] likewise.
-        mask: [B, n], 0 for padding.
-        cu_seq_lens: [documents + 1] 0 and the ends of the documents of one batch row (`DataCollatorWithFlattening`).
-        seq_idx: [B, n] the number of each token's document, from 0.
-        length: the number n of tokens in a row, if a collator describes it.
+        arguments: with `position_ids` [B or 1, n] or [axes, B or 1, n], a document begins where they restart at the decoder's
+            first position. A collator describes documents by `cu_seq_lens_q` [documents + 1], 0 and the ends of the documents
+            of one batch row (`DataCollatorWithFlattening`), or by `seq_idx` [B, n], each token's document, from 0.
     """
-    collator = _documents_of_collator(batch, length, cu_seq_lens, seq_idx)
+    batch, length = tokens.shape[:2]
+    mask, positions, first = arguments.get("attention_mask"), _text_positions(arguments), first_position(runner)
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
+        return WholeRows(batch, length, None)
+    collator = _documents_of_collator(batch, length, arguments.get("cu_seq_lens_q"), arguments.get("seq_idx"))
     found = _documents_of_positions(batch, positions, mask, first)
     if collator is None:
-        return found, False
+        return WholeRows(batch, length, found)
     if positions is not None and positions.dim() == 2 and any(len(row) > 1 for row in collator):
         _check_beginnings(collator, positions, first)
     by_mask = None if mask is None else documents_from_mask(mask != 0)
@@ -84,7 +78,7 @@ def documents_of_rows(
                 f"cu_seq_lens or seq_idx describe the documents {collator}, and the attention mask or position_ids describe "
                 f"{other}: pass the collator's batch unchanged"
             )
-    return collator, True
+    return WholeRows(batch, length, collator, from_collator=True)
 
 
 def _documents_of_collator(batch: int, length: int, cu_seq_lens: Any, seq_idx: Any) -> Documents | None:
@@ -162,15 +156,6 @@ def _check_beginnings(documents: Documents, positions: Tensor, first: int) -> No
                 )
 
 
-def positions_of_documents(documents: Documents, length: int, first: int) -> Tensor:
-    """Returns [B, length] int64: positions that count each document from `first`; 0 for padding."""
-    positions = torch.zeros(len(documents), length, dtype=torch.int64)
-    for row, runs in enumerate(documents):
-        for start, stop in runs:
-            positions[row, start:stop] = torch.arange(first, first + stop - start)
-    return positions
-
-
 def first_position(module: nn.Module) -> int:
     """Returns the position id of a row's first token: 0, or one more than the padding's id if embeddings count so."""
     for embeddings in (getattr(module, "embeddings", None), module):
@@ -244,17 +229,6 @@ def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 def tokens_in(arguments: Mapping[str, Any]) -> Tensor | None:
     """Returns the tokens [B, n] or embeddings [B, n, width] among the arguments of a model; None if there are none."""
     return next((arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None), None)
-
-
-def rows_of_call(runner: nn.Module, tokens: Tensor, arguments: Mapping[str, Any]) -> WholeRows:
-    """Returns the rows of a call without a cache; their documents are None if the mask alone describes them."""
-    batch, length = tokens.shape[:2]
-    mask, positions = arguments.get("attention_mask"), _text_positions(arguments)
-    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
-        return WholeRows(batch, length, None)
-    collators = arguments.get("cu_seq_lens_q"), arguments.get("seq_idx")
-    found = documents_of_rows(batch, positions, mask, first_position(runner), *collators, length)
-    return WholeRows(batch, length, *found)
 
 
 def _text_positions(arguments: Mapping[str, Any]) -> Tensor | None:
@@ -333,9 +307,12 @@ def whole_positions(runner: nn.Module, rows: WholeRows, arguments: Mapping[str, 
     if isinstance(positions, Tensor):
         return positions
     ids, mask, first = arguments.get("input_ids"), arguments.get("attention_mask"), first_position(runner)
-    if rows.from_collator and rows.packed:
-        assert rows.documents is not None
-        return positions_of_documents(rows.documents, rows.length, first).to(tokens.device)
+    if rows.from_collator and rows.packed:  # They count each document.
+        counted = torch.zeros(rows.batch, rows.length, dtype=torch.int64)
+        for row, runs in enumerate(rows.documents or ()):
+            for start, stop in runs:
+                counted[row, start:stop] = torch.arange(first, first + stop - start)
+        return counted.to(tokens.device)
     if first and ids is not None:  # RoBERTa and its relatives count the tokens that are not padding, by their ids.
         valid = (ids != first - 1).long()
     elif getattr(runner.config, "model_type", None) in _COUNT_BY_MASK and isinstance(mask, Tensor) and mask.dim() == 2:
