@@ -99,7 +99,7 @@ def ring_dilated_attention(
         attachment, named = attachment_of(module), names_rows_in_graph(attention_mask)
         others = [name for name, x in kwargs.items() if x is not None and x is not False and name != CALL]
         plain = "is_causal" not in others and getattr(module, TAP, None) is None
-        if attachment is not None and attachment.in_graphs and named and plain:
+        if attachment.in_graphs and named and plain:
             numbers = [float(torch.is_grad_enabled()), *(math.nan if x is None else float(x) for x in settings)]
             text = f"{attachment.number} {' '.join(others)}"
             out, _ = torch.ops.hf_ring_attention.attend(query, key, value, s_aux, attention_mask, 0, text, numbers)

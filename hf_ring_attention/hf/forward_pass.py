@@ -95,9 +95,7 @@ class ForwardPass:
     def mark_running(self, runs: bool) -> None:
         """Sets whether this call runs, so that no part of it may begin in a graph."""
         for module in (self.runner, self.module):
-            attachment = attachment_of(module)
-            assert attachment is not None
-            attachment.runs = runs
+            attachment_of(module).runs = runs
 
     def broken_off(self) -> bool:
         """Returns whether Ctrl-C ended the call that makes this pass; torch runs no hooks then that would end the pass."""

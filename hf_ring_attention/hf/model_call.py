@@ -80,11 +80,10 @@ def before_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[st
     # What a graph has begun goes on without one, if it breaks or is compiled no more.
     if names_rows_in_graph(kwargs.get("attention_mask")) or in_graph(module, args, kwargs):
         return (), begin_in_graph(module, args, kwargs)
-    if torch.compiler.is_dynamo_compiling():
-        return _before_model_at_a_break(module, args, kwargs)
     return _before_model(module, args, kwargs)
 
 
+@torch.compiler.disable(reason=UNTRACEABLE)
 def _before_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     check_not_traced()
     drop_broken_passes()
@@ -126,15 +125,13 @@ def after_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str
     """Joins the results of the decoder, and ends the call of a model."""
     if names_rows_in_graph(kwargs.get("attention_mask")):
         return end_in_graph(module, kwargs, output)
-    if torch.compiler.is_dynamo_compiling():
-        attachment = attachment_of(module)
-        if attachment is not None and attachment.runs:
-            return _after_model_at_a_break(module, args, kwargs, output)
+    if torch.compiler.is_dynamo_compiling() and not attachment_of(module).runs:
         return output
-    return _after_model(module, args, kwargs, output)
+    return _after_model(module, kwargs, output)
 
 
-def _after_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+@torch.compiler.disable(reason="it belongs to before_model")
+def _after_model(module: PreTrainedModel, kwargs: dict[str, Any], output: Any) -> Any:
     runner = runner_of(module)
     now = forward_pass_of(runner.config)
     if now is None:
@@ -142,10 +139,6 @@ def _after_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[st
     if module is runner and now.rows is not None and output is not None:
         output = joined_output(now, output)
     return end_call(now, kwargs, output) if now.module is module else output
-
-
-_before_model_at_a_break = torch.compiler.disable(_before_model, reason=UNTRACEABLE)
-_after_model_at_a_break = torch.compiler.disable(_after_model, reason="it belongs to before_model")
 
 
 # ---- the beginning of a call

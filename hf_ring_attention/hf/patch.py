@@ -35,7 +35,7 @@ from .model_call import attach_ring, before_model
 from .registration import IMPLEMENTATION
 from .support import check_model, class_name
 from .wrappers import (
-    Attachment,
+    ATTACHMENT,
     attached_ring,
     attachment_of,
     check_ring,
@@ -189,9 +189,8 @@ def _kernel_of(model: PreTrainedModel, ring: Ring | None, kernel: str | None) ->
     if kernel is not None:
         check_choice("patch_model", "kernel", kernel, get_args(KernelSetting))
     if ring is None:
-        attachment = attachment_of(runner_of(model)) or Attachment()
-        return attachment.kernel if kernel is None else kernel
-    if kernel is not None and kernel != ring.kernel:
+        return kernel or attachment_of(runner_of(model)).kernel
+    if kernel not in (None, ring.kernel):
         raise ValueError(
             f"patch_model: got kernel={kernel!r} and a ring with kernel={ring.kernel!r}: make the ring with it"
         )
@@ -216,7 +215,7 @@ def check_made_model(model: PreTrainedModel) -> None:
             f"where the pattern has no effect: call ra.patch_model(model), or load it with {IMPLEMENTATION!r}"
         )
     remove_hooks(model, lambda hook: hook is _first_call)
-    if attachment_of(model) is None:  # A patched model may get another module, such as larger embeddings.
+    if not hasattr(model, ATTACHMENT):  # A patched model may get another module, such as larger embeddings.
         model.register_forward_pre_hook(_first_call, with_kwargs=True)
 
 

@@ -19,8 +19,8 @@ from ..compute.private import compiled_module
 from ..ring.operator import Numbered
 from ..ring.ring import Ring, ring_alone
 
-#: The attribute of a model's modules that holds their `Attachment`.
-_ATTACHMENT = "_ring_dilated"
+#: The attribute of a patched model's modules that holds their `Attachment`.
+ATTACHMENT = "_ring_dilated"
 #: The models that `patch_model` was called for; it keeps none of them alive.
 _PATCHED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
@@ -130,20 +130,19 @@ def class_of_transformers(module: nn.Module) -> type:
     return next((kind for kind in kinds if kind.__module__.startswith("transformers.")), kinds[0])
 
 
-def attachment_of(module: nn.Module) -> Attachment | None:
-    """Returns what `patch_model` gave to a module, with a ring or without one; None for modules of other models."""
-    return getattr(module, _ATTACHMENT, None)
+def attachment_of(module: nn.Module) -> Attachment:
+    """Returns what `patch_model` gave to a module, with a ring or without one; an empty `Attachment` for other modules."""
+    return getattr(module, ATTACHMENT, None) or Attachment()
 
 
 def attached_ring(module: nn.Module) -> Ring | None:
     """Returns the ring that `patch_model` gave to a model, or to one of its modules."""
-    attachment = attachment_of(module)
-    return None if attachment is None else attachment.ring
+    return attachment_of(module).ring
 
 
 def ring_of_calls(module: nn.Module, whole: bool) -> Ring:
     """Returns the ring of a module's calls: that of its model, or if this process computes `whole` rows, a ring of its own."""
-    attachment = attachment_of(module) or Attachment()
+    attachment = attachment_of(module)
     return ring_alone(attachment.kernel) if whole or attachment.ring is None else attachment.ring
 
 
@@ -155,7 +154,7 @@ def set_ring(model: PreTrainedModel, ring: Ring | None, kernel: str, in_graphs: 
         of_module = ring if module in of_ring else None
         number, is_decoder = str(MODULES.add(module)), module is runner
         attachment = Attachment(of_module, number, in_graphs, is_decoder, False, loss_in_parts, kernel)
-        setattr(module, _ATTACHMENT, attachment)
+        setattr(module, ATTACHMENT, attachment)
 
 
 def models_of(ring: Ring) -> list[PreTrainedModel]:
