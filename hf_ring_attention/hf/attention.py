@@ -19,7 +19,7 @@ from ..plan.patterns import Pattern
 from ..plan.problem import Documents, HeldKeys
 from ..ring.attention import FORWARD, CheckedCall, Options, checked_call
 from ..ring.operator import UNTRACEABLE, GraphLayer, check_not_traced
-from .config import layer_pattern, patterns_of_layers, unpatched_pattern
+from .config import layer_pattern, patterns_of_layers
 from .forward_pass import CALL, ForwardPass, forward_pass_of, names_rows_in_graph, number_of, running
 from .hybrid_types import MIXERS
 from .masks import OwnBranch, Tokens, padding_first, tokens_of
@@ -36,9 +36,6 @@ _KNOWN = (
     "position_ids", "seq_idx",
 )  # fmt: skip
 
-#: Of a layer: dropout, scaling, sliding_window and softcap.
-Settings = tuple[float, float | None, int | None, float | None]
-
 #: The attribute of attention modules that holds a function of a layer's call and its output, which returns that output.
 TAP = "_ring_dilated_tap"
 
@@ -49,7 +46,7 @@ class _LayerArguments(NamedTuple):
     module: nn.Module
     tensors: tuple[Tensor, Tensor, Tensor, Tensor | None]  # queries, keys, values and sinks
     mask: Tensor | Tokens | None
-    settings: Settings
+    settings: tuple[float, float | None, int | None, float | None]  # dropout, scaling, sliding_window and softcap
     others: Mapping[str, Any]  # by their names
     recorded: bool | None = None  # whether a graph records gradients; None outside of graphs
 
@@ -145,29 +142,24 @@ def call_in_graph(
 
 
 def _layer_of(arguments: _LayerArguments, now: ForwardPass | None) -> _LayerCall:
-    """Returns the call of a layer, or of an earlier layer of its kind in this pass."""
+    """Returns the call of a layer, or of an earlier layer of its kind in this pass; arguments of layers last a pass."""
     if now is None:
         return _layer_call(arguments, now)
-    kind = _kind_of_call(arguments, now)
-    layer: _LayerCall | None = now.calls.get(kind)
-    if layer is None:
-        layer = _layer_call(arguments, now)
-        # The kind holds all that decides its keys.
-        if layer.tokens.causal is not None or isinstance(arguments.mask, Tokens):
-            now.calls[kind] = layer
-    return layer
-
-
-def _kind_of_call(arguments: _LayerArguments, now: ForwardPass) -> Any:
-    """Returns what the calls of two layers have in common if one `_LayerCall` serves both; arguments of layers last a pass."""
     module, tensors, mask, settings, others, _ = arguments
     own = now.own_patterns.get(getattr(module, "layer_idx", -1))
     keys = _own_branch(module, settings[2]) if isinstance(mask, Tokens) else number_of(mask)
-    return (
+    kind = (
         (type(module), own, keys, torch.is_grad_enabled(), *settings),
         *[None if x is None else (x.shape, x.dtype, x.device, x.requires_grad) for x in tensors],
         *[(name, x if isinstance(x, (int, float)) else id(x)) for name, x in others.items() if x is not None],
     )
+    layer: _LayerCall | None = now.calls.get(kind)
+    if layer is None:
+        layer = _layer_call(arguments, now)
+        # The kind holds all that decides its keys.
+        if layer.tokens.causal is not None or isinstance(mask, Tokens):
+            now.calls[kind] = layer
+    return layer
 
 
 def _layer_call(arguments: _LayerArguments, now: ForwardPass | None) -> _LayerCall:
@@ -230,7 +222,7 @@ def _pattern_of(module: nn.Module, layer: int | None, of_model: Branch | None) -
             "exact_attention: gradients are recorded, and a backward pass would recompute layers with the model's own pattern: "
             "compute without gradients, or patch the model with 'exact'"
         )
-    return unpatched_pattern(of_model)
+    return layer_pattern(None, layer, of_model)  # Without a config, nothing is set.
 
 
 def _name_of(module: nn.Module) -> str:

@@ -187,9 +187,8 @@ def _mask_parts(mask_function: Callable[..., Any] | None) -> Iterable[tuple[str,
         return
     kind = _kind_of(mask_function)
     parts = _closure(mask_function, "mask_functions") if kind in ("and_masks", "or_masks") else ()
-    if (
-        kind == "or_masks"
-    ):  # Blocks of tokens that see each other show nothing if no token is in a block, as in rows of text.
+    if kind == "or_masks":
+        # Blocks of tokens that see each other show nothing if no token is in a block, as in rows of text.
         text = [_kind_of(x) == "blockwise_overlay" and (_closure(x, "block_sequence_ids") < 0).all() for x in parts]
         parts = [part for part, shows_nothing in zip(parts, text) if not shows_nothing]
     if kind == "and_masks" or len(parts) == 1:
