@@ -65,7 +65,7 @@ class ForwardPass:
 
     runner: Any  # the decoder, whose config the masks and layers of this pass have
     module: Any  # the module that was called: a model with its head, its base model, or the decoder of this
-    ring: Ring | None  # the ring that `patch_model` gave to the model
+    ring: Ring  # the ring that `patch_model` gave to the model, else a ring of this process only
     call: Call
     rows: WholeRows | None = None  # None in a step of generation
     held: HeldKeys | None = None  # the keys in the cache of this rank, in a step against a sharded cache
@@ -114,8 +114,7 @@ class Running(NamedTuple):
     chain: Any = None  # the chain of states along which mixers pass theirs
 
 
-_NOTHING = Running()
-_RUNNING: ContextVar[Running] = ContextVar("ring_dilated", default=_NOTHING)
+_RUNNING: ContextVar[Running] = ContextVar("ring_dilated", default=Running())  # noqa: B039
 
 
 def running() -> Running:

@@ -34,7 +34,7 @@ from .lm_loss import IGNORED, next_labels
 from .masks import Tokens, tokens_of
 from .registration import IMPLEMENTATION
 from .rows import documents_from_mask, first_position, places_of
-from .wrappers import MODULES, attached_ring, attachment_of, runner_of
+from .wrappers import MODULES, attachment_of, ring_of_calls, runner_of
 
 #: The value of `CALL` for a decoder whose last hidden states stay parts in a graph.
 _PARTS = "parts"
@@ -98,9 +98,9 @@ def _begin(
     name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
     kwargs = {name: tokens, "attention_mask": mask, "position_ids": positions}
     kwargs |= {"labels": labels, "num_items_in_batch": count}
-    now = ForwardPass(runner, module, attached_ring(runner), Call(), own_patterns=patterns_of_layers(runner.config))
+    now = ForwardPass(runner, module, ring_of_calls(runner), Call(), own_patterns=patterns_of_layers(runner.config))
     with torch.set_grad_enabled(recorded):
-        find_rows(now, kwargs, multiple=2 * (1 if now.ring is None else now.ring.world_size))
+        find_rows(now, kwargs, multiple=2 * now.ring.world_size)
     found = Tokens(now.documents) if now.documents is not None else tokens_of(None if mask is None else mask != 0)
     if now.layout is None and mask is None and positions is not None:
         # Without a mask, documents follow the rule of Transformers: each begins where positions do not count on.

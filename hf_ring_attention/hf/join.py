@@ -68,13 +68,13 @@ CACHE_NOT_FORMED = NotFormed(
 )
 
 
-def whole_rows(local: Tensor, rows: WholeRows, ring: Ring | None) -> Tensor:
+def whole_rows(local: Tensor, rows: WholeRows, ring: Ring) -> Tensor:
     """Returns whole rows on every rank; the ranks have agreed on the call already. It is differentiable.
 
     The gradient of a rank's part is the sum of the gradients that all ranks have for it. So if all ranks compute the same
     loss from whole rows, the mean of their gradients is the gradient of that loss.
     """
-    return local if rows.layout is None or ring is None else whole_of(ring.side_by_side(local, 1), rows.layout, 1)
+    return local if rows.layout is None else whole_of(ring.side_by_side(local, 1), rows.layout, 1)
 
 
 def kept(local: Tensor, rows: WholeRows, ring: Ring, numbers: Tensor) -> Tensor:

@@ -136,7 +136,7 @@ def ring_dilated_mask(
 def _warn_of_padding(now: ForwardPass, documents: Documents, causal: bool, length: int) -> None:
     """Logs once that a head reads padding: its attention output is 0 here, and other implementations do not agree on it."""
     name, zero = type(now.module).__name__, "padding, whose attention output is 0 under ring_dilated"
-    if now.ring is not None and now.ring.rank > 0:
+    if now.ring.rank > 0:
         return
     if now.module.loss_type == "ForQuestionAnswering" and any(sum(b - a for a, b in row) < length for row in documents):
         warn_once(

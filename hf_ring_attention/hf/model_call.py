@@ -40,7 +40,7 @@ from .on_use import OnUse, Origin, wrap_head
 from .registration import IMPLEMENTATION
 from .rows import by_name, check_places, cut, tokens_in, warn_of_temperatures, whole_positions
 from .support import has_next_token_loss
-from .wrappers import attached_ring, attachment_of, runner_of, set_ring
+from .wrappers import Attachment, attach, attached_ring, attachment_of, ring_of_calls, runner_of
 
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
@@ -54,7 +54,8 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None, kernel: str) -> None:
         called.register_forward_pre_hook(before_model, with_kwargs=True)
         called.register_forward_hook(after_model, with_kwargs=True, always_call=True)
     corrected = ring is not None and ring.world_size > 1 and _correct_modules(model.base_model)
-    set_ring(model, ring, kernel, fits_a_graph(model, ring) and not corrected, has_next_token_loss(model))
+    in_graphs = fits_a_graph(model, ring) and not corrected
+    attach(model, Attachment(ring, kernel, in_graphs=in_graphs, loss_in_parts=has_next_token_loss(model)))
 
 
 def _correct_modules(base: nn.Module) -> bool:
@@ -103,7 +104,7 @@ def _of_decoder(now: ForwardPass, rows: WholeRows, kwargs: dict[str, Any]) -> di
     if rows.layout is None:
         counted = rows.from_collator and rows.packed
         return {**kwargs, "position_ids": whole_positions(runner, rows, kwargs)} if counted else kwargs
-    assert now.ring is not None and tokens is not None
+    assert tokens is not None
     if now.call.rows is not None:  # A loader has cut them.
         parts, now.last_position = dict(kwargs), rows.last_position
     else:
@@ -149,7 +150,7 @@ def begin_call(module: PreTrainedModel, runner: PreTrainedModel, kwargs: dict[st
     call: Call = kwargs.pop(CALL, None) or Call()
     _remember_for_recomputation(module)
     own, outer = patterns_of_layers(runner.config), running().forward_pass
-    now = ForwardPass(runner, module, attached_ring(runner), call, own_patterns=own, outer=outer)
+    now = ForwardPass(runner, module, ring_of_calls(runner), call, own_patterns=own, outer=outer)
     find_rows(now, kwargs)
     if now.rows is not None and now.rows.packed:
         warn_of_temperatures(runner.config, max(stop for row in now.documents or () for _, stop in row))
@@ -186,19 +187,19 @@ def _checkpointed(checkpoint: Callable[..., Any], function: Callable[..., Any], 
 
 def _decide(now: ForwardPass, kwargs: dict[str, Any]) -> None:
     """Decides how the results of a call are joined, and changes its arguments for it."""
-    module, ring, rows, of_slice = now.module, now.ring, now.rows, now.call.of_slice
+    module, rows, of_slice = now.module, now.rows, now.call.of_slice
     labels = any(kwargs.get(name) is not None for name in ("labels", "shift_labels"))
     if kwargs.get("fused_lm_head"):
         if labels and now.layout is not None:
-            assert ring is not None and rows is not None
-            now.join_last, now.join_result = lambda part: part, join_of_fields(rows, ring, kwargs)
+            assert rows is not None
+            now.join_last, now.join_result = lambda part: part, join_of_fields(rows, now.ring, kwargs)
         return
     head = module.get_output_embeddings()
     if rows is None or (head is None and not running().on_use):
         return
-    keeps_logits = running().on_use or (labels and (ring is not None or of_slice is not None))
+    keeps_logits = running().on_use or (labels and (attached_ring(now.runner) is not None or of_slice is not None))
     if keeps_logits or now.layout is not None:
-        now.origin = Origin(type(module).__name__, rows, ring or Ring.alone(), keeps_logits, of_slice)
+        now.origin = Origin(type(module).__name__, rows, now.ring, keeps_logits, of_slice)
         now.join_last = partial(OnUse.of_hidden, origin=now.origin)
         if head is not None:
             wrap_head(head)
@@ -270,7 +271,7 @@ def _with_first_token(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ..
     now = running().forward_pass
     if now is None or now.layout is None:
         return None
-    assert now.rows is not None and now.ring is not None
+    assert now.rows is not None
     one_token = args[0].dim() == 2
     states: Tensor = args[0].unsqueeze(1) if one_token else args[0]
     numbers = torch.arange(now.rows.batch, device=states.device)[:, None] * now.rows.length

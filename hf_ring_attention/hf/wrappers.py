@@ -5,8 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -39,15 +38,15 @@ class Attachment:
     """
 
     ring: Ring | None = None
+    kernel: str = "auto"  # computes the rows that this process computes alone; a ring has its own
     number: str = ""  # dynamo would take a number for a size that may change
     in_graphs: bool = False  # whether a graph can hold calls of its model
     is_decoder: bool = False
     runs: bool = False  # whether a call of it has begun outside of a graph, so that no part of it may begin in one
     loss_in_parts: bool = False  # whether its loss is one of next tokens, which each rank can compute for its part
-    kernel: str = "auto"  # computes the rows that this process computes alone; a ring has its own
 
     def __reduce__(self) -> Any:
-        return partial(Attachment, kernel=self.kernel), (self.ring,)
+        return Attachment, (self.ring, self.kernel)
 
 
 def wrapped_modules(model: Any) -> list[Any]:
@@ -140,21 +139,19 @@ def attached_ring(module: nn.Module) -> Ring | None:
     return attachment_of(module).ring
 
 
-def ring_of_calls(module: nn.Module, whole: bool) -> Ring:
+def ring_of_calls(module: nn.Module, whole: bool = False) -> Ring:
     """Returns the ring of a module's calls: that of its model, or if this process computes `whole` rows, a ring of its own."""
     attachment = attachment_of(module)
     return ring_alone(attachment.kernel) if whole or attachment.ring is None else attachment.ring
 
 
-def set_ring(model: PreTrainedModel, ring: Ring | None, kernel: str, in_graphs: bool, loss_in_parts: bool) -> None:
-    """Makes this the ring of a model and of the modules of its decoder, and its kernel theirs."""
+def attach(model: PreTrainedModel, attachment: Attachment) -> None:
+    """Gives an attachment to the modules of a model; only the model and the modules of its decoder get the ring."""
     _PATCHED.add(model)
     of_ring, runner = {model, *decoder_of(model).modules()}, runner_of(model)
     for module in model.modules():
-        of_module = ring if module in of_ring else None
-        number, is_decoder = str(MODULES.add(module)), module is runner
-        attachment = Attachment(of_module, number, in_graphs, is_decoder, False, loss_in_parts, kernel)
-        setattr(module, ATTACHMENT, attachment)
+        ring, number = attachment.ring if module in of_ring else None, str(MODULES.add(module))
+        setattr(module, ATTACHMENT, replace(attachment, ring=ring, number=number, is_decoder=module is runner))
 
 
 def models_of(ring: Ring) -> list[PreTrainedModel]:
@@ -204,8 +201,6 @@ def check_ring(model: nn.Module, ring: Ring) -> None:
 
 def _meshes_of(module: nn.Module) -> list[DeviceMesh]:
     """Returns the mesh along which each weight of a module is divided."""
-    if not dist.is_available() or not dist.is_initialized():
-        return []
     return [weight.device_mesh for weight in module.parameters() if isinstance(weight, DTensor)]
 
 
