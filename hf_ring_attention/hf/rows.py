@@ -39,14 +39,13 @@ def documents_from_mask(mask: Tensor) -> Documents:
     """
     documents = []
     for row, numbers in enumerate(mask.to(torch.int64).cpu()):
-        borders = (torch.nonzero(numbers[1:] != numbers[:-1]).flatten() + 1).tolist()
-        starts = [0, *borders]
-        runs = [run for run in zip(starts, [*borders, len(numbers)]) if numbers[run[0]] != 0]
-        marks = [int(numbers[start]) for start, _ in runs]
-        if len(set(marks)) < len(marks):
+        marks, counts = (x.tolist() for x in numbers.unique_consecutive(return_counts=True))
+        stops = itertools.accumulate(counts)
+        runs = {(stop - count, stop): mark for mark, count, stop in zip(marks, counts, stops) if mark}
+        if len({*runs.values()}) < len(runs):
             raise ValueError(
-                f"batch row {row} of the attention mask has padding inside a document: tokens {runs} are marked as "
-                f"{marks}; ring_dilated takes padding before and after a document"
+                f"batch row {row} of the attention mask has padding inside a document: tokens {[*runs]} are marked as "
+                f"{[*runs.values()]}; ring_dilated takes padding before and after a document"
             )
         documents.append(tuple(runs))
     return tuple(documents)
@@ -88,8 +87,7 @@ def _documents_of_collator(batch: int, length: int, cu_seq_lens: Any, seq_idx: A
         if not isinstance(cu_seq_lens, Tensor) or cu_seq_lens.dim() != 1:
             raise ValueError(f"cu_seq_lens must be a tensor of one dimension, got {cu_seq_lens!r}")
         ends = [int(end) for end in cu_seq_lens.tolist()]
-        rising = all(a < b for a, b in itertools.pairwise(ends))
-        if batch != 1 or not ends or ends[0] != 0 or ends[-1] != length or not rising:
+        if batch != 1 or ends[:1] != [0] or ends[-1:] != [length] or ends != sorted({*ends}):
             raise ValueError(
                 f"cu_seq_lens must rise from 0 to the {length} tokens of one batch row, got {ends} for {batch} "
                 f"batch rows: pass the cu_seq_lens of the collator together with its input_ids"
