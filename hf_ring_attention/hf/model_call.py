@@ -128,18 +128,47 @@ def after_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str
         return end_in_graph(module, kwargs, output)
     if torch.compiler.is_dynamo_compiling() and not attachment_of(module).runs:
         return output
-    return _after_model(module, kwargs, output)
+    return _after_model(module, output)
 
 
 @torch.compiler.disable(reason="it belongs to before_model")
-def _after_model(module: PreTrainedModel, kwargs: dict[str, Any], output: Any) -> Any:
+def _after_model(module: PreTrainedModel, output: Any) -> Any:
+    """Returns the output as of whole rows; None for no change."""
     runner = runner_of(module)
     now = forward_pass_of(runner.config)
     if now is None:
         return None
     if module is runner and now.rows is not None and output is not None:
         output = joined_output(now, output)
-    return end_call(now, kwargs, output) if now.module is module else output
+    if now.module is not module:
+        return output
+    set_forward_pass(now.outer)
+    now.mark_running(False)
+    now.frame = None
+    if output is None:  # The forward pass raised an error, which must not be replaced.
+        return None
+    _check_attended(now, output)
+    if now.call.of_slice is not None and not (now.origin is not None and now.origin.sliced):
+        raise NotImplementedError(
+            f"{type(module).__name__} computes no cross entropy of its logits, so a loss in slices of tokens cannot take its "
+            f"place"
+        )
+    return output if now.join_result is None else now.join_result(output)
+
+
+def _check_attended(now: ForwardPass, output: Any) -> None:
+    """Refuses results of layers that did not attend by ring_dilated, and of a pooler that saw a part of the row alone."""
+    name, implementation = type(now.module).__name__, implementation_of(now.runner.config)
+    sharded = now.layout is not None or now.held is not None
+    if not now.attended and (sharded or implementation == IMPLEMENTATION):
+        raise RuntimeError(
+            f"no layer of {name} attended by ring_dilated ({implementation!r} is set), so it would ignore its pattern, or each "
+            f"rank would see its part alone: call ra.patch_model; if that was done, use 'eager' on one process (ring=None)"
+        )
+    if sharded and getattr(output, "pooler_output", None) is not None and not hasattr(now.runner, "pooler"):
+        raise NotImplementedError(
+            f"{name} makes its pooler_output from any token of the row, and a rank has only a part: use one process (ring=None)"
+        )
 
 
 # ---- the beginning of a call
@@ -203,40 +232,6 @@ def _decide(now: ForwardPass, kwargs: dict[str, Any]) -> None:
         now.join_last = partial(OnUse.of_hidden, origin=now.origin)
         if head is not None:
             wrap_head(head)
-
-
-# ---- the end of a call
-
-
-def end_call(now: ForwardPass, kwargs: dict[str, Any], output: Any) -> Any:
-    """Ends the call that `begin_call` began, and returns its output as of whole rows; None for no change."""
-    set_forward_pass(now.outer)
-    now.mark_running(False)
-    now.frame = None
-    if output is None:  # The forward pass raised an error, which must not be replaced.
-        return None
-    _check_attended(now, output)
-    if now.call.of_slice is not None and not (now.origin is not None and now.origin.sliced):
-        raise NotImplementedError(
-            f"{type(now.module).__name__} computes no cross entropy of its logits, so a loss in slices of tokens cannot take "
-            f"its place"
-        )
-    return output if now.join_result is None else now.join_result(output)
-
-
-def _check_attended(now: ForwardPass, output: Any) -> None:
-    """Refuses results of layers that did not attend by ring_dilated, and of a pooler that saw a part of the row alone."""
-    name, implementation = type(now.module).__name__, implementation_of(now.runner.config)
-    sharded = now.layout is not None or now.held is not None
-    if not now.attended and (sharded or implementation == IMPLEMENTATION):
-        raise RuntimeError(
-            f"no layer of {name} attended by ring_dilated ({implementation!r} is set), so it would ignore its pattern, or each "
-            f"rank would see its part alone: call ra.patch_model; if that was done, use 'eager' on one process (ring=None)"
-        )
-    if sharded and getattr(output, "pooler_output", None) is not None and not hasattr(now.runner, "pooler"):
-        raise NotImplementedError(
-            f"{name} makes its pooler_output from any token of the row, and a rank has only a part: use one process (ring=None)"
-        )
 
 
 # ---- modules that take a part for a row

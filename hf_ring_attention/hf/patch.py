@@ -34,15 +34,7 @@ from .hybrid_types import hybrids_of
 from .model_call import attach_ring, before_model
 from .registration import IMPLEMENTATION
 from .support import check_model, class_name
-from .wrappers import (
-    ATTACHMENT,
-    attached_ring,
-    attachment_of,
-    check_ring,
-    inner_model,
-    runner_of,
-    wrapped_modules,
-)
+from .wrappers import ATTACHMENT, attached_ring, attachment_of, check_ring, inner_model, runner_of, wrapped_modules
 
 #: The one field of all of PEFT's configs that takes any dict. PEFT itself uses it for adapters without a task_type alone.
 _FIELD = "auto_mapping"
