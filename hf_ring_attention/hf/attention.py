@@ -194,10 +194,9 @@ def _layer_call(arguments: _LayerArguments, now: ForwardPass | None) -> _LayerCa
         held, documents = tokens.held, tokens.documents
         if held is None:
             if tokens.layout is None:
-                _check_lengths(module, query.shape[2], key.shape[2], tokens, causal)
+                held, documents = _held(module, query.shape[2], key.shape[2], tokens, causal)
                 dropped = tokens.before > (skipped[int(module.layer_idx)] if skipped else 0)  # type: ignore[arg-type]
                 _check_dropped_keys(module, dropped, of_model, pattern)
-                held, documents = _held(query.shape[2], key.shape[2], tokens)
             _check_padding_and_pieces(module, tokens, of_model, pattern, held)
         heads = head_shard(module, query, key)
     except (ValueError, NotImplementedError) as refused:
@@ -244,21 +243,6 @@ def _own_branch(module: nn.Module, sliding_window: int | None) -> OwnBranch | No
     return None if sliding_window is None else (Window, sliding_window)
 
 
-def _check_lengths(module: nn.Module, num_queries: int, num_rows: int, tokens: Tokens, causal: bool) -> None:
-    """Refuses keys of another sequence, and a mask of other tokens."""
-    if not causal and num_queries != num_rows:
-        raise NotImplementedError(
-            f"{type(module).__name__}: {num_queries} query tokens for {num_rows} key tokens without causality: ring_dilated "
-            f"computes no cross-attention and no prefixes of encoders: use 'sdpa'"
-        )
-    written = num_rows if tokens.written is None else tokens.written
-    if tokens.length not in (None, num_rows) or written < num_queries:
-        raise ValueError(
-            f"{type(module).__name__}: the mask has {tokens.length} tokens, for {num_queries} query and {num_rows} key tokens: "
-            f"pass the attention_mask of all tokens so far, those in the cache included"
-        )
-
-
 def _check_dropped_keys(module: nn.Module, dropped: bool, of_model: Branch | None, pattern: Pattern) -> None:
     """Refuses a pattern that shows keys which a cache has dropped: it keeps as many as the layer's own branch shows.
 
@@ -274,9 +258,24 @@ def _check_dropped_keys(module: nn.Module, dropped: bool, of_model: Branch | Non
             )
 
 
-def _held(num_queries: int, num_rows: int, tokens: Tokens) -> tuple[HeldKeys | None, Documents | None]:
-    """Returns the tokens that the cache holds, None if each key's token is a query too; and the documents of the row."""
+def _held(
+    module: nn.Module, num_queries: int, num_rows: int, tokens: Tokens, causal: bool
+) -> tuple[HeldKeys | None, Documents | None]:
+    """Returns the tokens that the cache holds, None if each key's token is a query too; and the documents of the row.
+
+    Refuses keys of another sequence, and a mask of other tokens.
+    """
+    if not causal and num_queries != num_rows:
+        raise NotImplementedError(
+            f"{type(module).__name__}: {num_queries} query tokens for {num_rows} key tokens without causality: ring_dilated "
+            f"computes no cross-attention and no prefixes of encoders: use 'sdpa'"
+        )
     written = num_rows if tokens.written is None else tokens.written
+    if tokens.length not in (None, num_rows) or written < num_queries:
+        raise ValueError(
+            f"{type(module).__name__}: the mask has {tokens.length} tokens, for {num_queries} query and {num_rows} key tokens: "
+            f"pass the attention_mask of all tokens so far, those in the cache included"
+        )
     if not tokens.missing:
         all_new = num_queries == written == num_rows
         return None if all_new else HeldKeys.whole(written, num_queries, num_rows), tokens.documents

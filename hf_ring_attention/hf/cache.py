@@ -106,14 +106,9 @@ class ShardedCache(Cache):
 
         All ranks store the later tokens, but only the last rank computes with them.
         """
-        layout, first = self.layout, 0
-        row_len = self.get_seq_length() + new_tokens
-        keys = []
-        for piece in layout.pieces(rank):
-            stop = min(piece.stop, layout.seq_len)
-            if piece.start < stop:
-                keys.append((first, piece.start, stop))
-            first += len(piece)
+        layout, row_len = self.layout, self.get_seq_length() + new_tokens
+        pieces = ((first, p.start, min(p.stop, layout.seq_len)) for first, p in layout.placed_pieces(rank))
+        keys = [(first, start, stop) for first, start, stop in pieces if start < stop]
         if rank == layout.world_size - 1:
             keys.append((layout.local_len, layout.seq_len, row_len))
         num_rows = layout.local_len + row_len - layout.seq_len
