@@ -140,14 +140,14 @@ def _merged(documents: Documents) -> Documents:
 
 def _check_beginnings(documents: Documents, positions: Tensor, first: int) -> None:
     """Refuses positions that do not restart at the documents of a packed row, or lie below `first`."""
-    rows = positions.cpu().expand(len(documents), -1)
-    for row, runs in enumerate(documents):
-        for number, (start, stop) in enumerate(runs):
-            goes_on = number and runs[number - 1][1] == start and int(rows[row, start]) > int(rows[row, start - 1])
-            lowest = int(rows[row, start:stop].min())
+    for row, (runs, numbers) in enumerate(zip(documents, positions.expand(len(documents), -1).tolist())):
+        stops = {stop for _, stop in runs}
+        for start, stop in runs:
+            goes_on, lowest = start in stops and numbers[start] > numbers[start - 1], min(numbers[start:stop])
             if goes_on or lowest < first:
-                before, here = (int(rows[row, max(place, 0)]) for place in (start - 1, start))
-                wrong = f"go on there from {before} to {here}" if goes_on else f"have {lowest} in it"
+                wrong = (
+                    f"go on there from {numbers[start - 1]} to {numbers[start]}" if goes_on else f"have {lowest} in it"
+                )
                 raise ValueError(
                     f"a document begins at token {start} of batch row {row}, and position_ids {wrong}: pass position_ids that "
                     f"count each document from {first}, or leave them out"
@@ -290,8 +290,7 @@ def _check_gaps(positions: Tensor | None, documents: Documents) -> None:
     if positions is None or positions.dim() != 2 or positions.shape[1] < 2:
         return
     for row, token in (positions.diff(dim=1) != 1).nonzero().tolist():
-        spans = documents if positions.shape[0] == len(documents) else documents[:1]
-        if token + 1 not in [start for start, _ in spans[row]]:
+        if token + 1 not in [start for start, _ in documents[row]]:
             raise ValueError(
                 f"position_ids of row {row} go from {int(positions[row, token])} to {int(positions[row, token + 1])} at token "
                 f"{token + 1}: pass an attention_mask of ones if that is one document, else seq_idx or cu_seq_lens_q"
