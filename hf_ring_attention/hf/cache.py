@@ -19,7 +19,7 @@ from ..ring.ring import Ring
 from .config import layer_pattern
 from .forward_pass import running_with
 from .hybrid_types import hybrids_of
-from .wrappers import attached_ring, evaluating, whole_model
+from .wrappers import attachment_of, evaluating, whole_model
 
 
 def cache_in(arguments: Mapping[str, Any]) -> Cache | None:
@@ -153,7 +153,7 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
         [True, True]
     """
     inner = whole_model(model, "prefill")
-    config, ring = inner.config.get_text_config(), attached_ring(inner) or Ring.alone()
+    config, ring = inner.config.get_text_config(), attachment_of(inner).ring or Ring.alone()
     hybrids = hybrids_of(config)
     with ring.agreement("prefill"):
         if hybrids is not None:

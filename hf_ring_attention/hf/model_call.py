@@ -40,7 +40,7 @@ from .on_use import OnUse, Origin, wrap_head
 from .registration import IMPLEMENTATION
 from .rows import by_name, check_places, cut, tokens_in, warn_of_temperatures, whole_positions
 from .support import has_next_token_loss
-from .wrappers import Attachment, attach, attached_ring, attachment_of, ring_of_calls, runner_of
+from .wrappers import Attachment, attachment_of, ring_of_calls, runner_of, set_attachments
 
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
@@ -55,7 +55,7 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None, kernel: str) -> None:
         called.register_forward_hook(after_model, with_kwargs=True, always_call=True)
     corrected = ring is not None and ring.world_size > 1 and _correct_modules(model.base_model)
     in_graphs = fits_a_graph(model, ring) and not corrected
-    attach(model, Attachment(ring, kernel, in_graphs=in_graphs, loss_in_parts=has_next_token_loss(model)))
+    set_attachments(model, Attachment(ring, kernel, in_graphs=in_graphs, loss_in_parts=has_next_token_loss(model)))
 
 
 def _correct_modules(base: nn.Module) -> bool:
@@ -226,7 +226,8 @@ def _decide(now: ForwardPass, kwargs: dict[str, Any]) -> None:
     head = module.get_output_embeddings()
     if rows is None or (head is None and not running().on_use):
         return
-    keeps_logits = running().on_use or (labels and (attached_ring(now.runner) is not None or of_slice is not None))
+    for_loss = labels and (attachment_of(now.runner).ring is not None or of_slice is not None)
+    keeps_logits = running().on_use or for_loss
     if keeps_logits or now.layout is not None:
         now.origin = Origin(type(module).__name__, rows, now.ring, keeps_logits, of_slice)
         now.join_last = partial(OnUse.of_hidden, origin=now.origin)

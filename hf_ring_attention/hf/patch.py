@@ -34,7 +34,7 @@ from .hybrid_types import hybrids_of
 from .model_call import attach_ring, before_model
 from .registration import IMPLEMENTATION
 from .support import check_model, class_name
-from .wrappers import ATTACHMENT, attached_ring, attachment_of, check_ring, inner_model, runner_of, wrapped_modules
+from .wrappers import ATTACHMENT, attachment_of, check_ring, inner_model, runner_of, wrapped_modules
 
 #: The one field of all of PEFT's configs that takes any dict. PEFT itself uses it for adapters without a task_type alone.
 _FIELD = "auto_mapping"
@@ -217,7 +217,7 @@ def _first_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
     config = model.config.get_text_config()
     if implementation_of(config) != IMPLEMENTATION:
         return None
-    patch_model(model, ring=attached_ring(runner_of(model)))  # The decoder may have been patched before.
+    patch_model(model, ring=attachment_of(runner_of(model)).ring)  # The decoder may have been patched before.
     drafts = bool(tokens_skipped(cache_in(kwargs)))  # Transformers has made it for a model that was patched.
     if settings_of(config) is None and not drafts and not (dist.is_initialized() and dist.get_rank()):
         warn_once(

@@ -117,10 +117,7 @@ def runner_of(model: PreTrainedModel) -> PreTrainedModel:
 def decoder_of(model: PreTrainedModel) -> nn.Module:
     """Returns the part of a model whose rows are tokens: all of it, or the text model of one that also sees or hears."""
     config = model.config.get_text_config()
-    if config is model.config:
-        return model
-    parts = (module for module in model.modules() if getattr(module, "config", None) is config)
-    return next(parts, model)
+    return next((module for module in model.modules() if getattr(module, "config", None) is config), model)
 
 
 def class_of_transformers(module: nn.Module) -> type:
@@ -134,18 +131,13 @@ def attachment_of(module: nn.Module) -> Attachment:
     return getattr(module, ATTACHMENT, None) or Attachment()
 
 
-def attached_ring(module: nn.Module) -> Ring | None:
-    """Returns the ring that `patch_model` gave to a model, or to one of its modules."""
-    return attachment_of(module).ring
-
-
 def ring_of_calls(module: nn.Module, whole: bool = False) -> Ring:
     """Returns the ring of a module's calls: that of its model, or if this process computes `whole` rows, a ring of its own."""
     attachment = attachment_of(module)
     return ring_alone(attachment.kernel) if whole or attachment.ring is None else attachment.ring
 
 
-def attach(model: PreTrainedModel, attachment: Attachment) -> None:
+def set_attachments(model: PreTrainedModel, attachment: Attachment) -> None:
     """Gives an attachment to the modules of a model; only the model and the modules of its decoder get the ring."""
     _PATCHED.add(model)
     of_ring, runner = {model, *decoder_of(model).modules()}, runner_of(model)
@@ -156,7 +148,7 @@ def attach(model: PreTrainedModel, attachment: Attachment) -> None:
 
 def models_of(ring: Ring) -> list[PreTrainedModel]:
     """Returns the models that were patched with this ring and still exist."""
-    return [model for model in _PATCHED if attached_ring(model) is ring]
+    return [model for model in _PATCHED if attachment_of(model).ring is ring]
 
 
 def head_shard(module: nn.Module, query: Tensor, key: Tensor) -> tuple[int, int]:
