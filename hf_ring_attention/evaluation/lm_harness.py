@@ -26,7 +26,7 @@ from ..hf.config import fewest_last_of, layer_pattern, patterns_of_layers, warn_
 from ..hf.lm_loss import IGNORED
 from ..hf.patch import patch_model
 from ..hf.registration import IMPLEMENTATION
-from ..hf.wrappers import attached_ring, unwrapped, whole_model
+from ..hf.wrappers import attachment_of, unwrapped, whole_model
 from ..plan.branches import check_count
 from ..ring.ring import Ring
 from .calibration.result import load_pattern
@@ -82,14 +82,15 @@ class RingLM(HFLM):
                 "ring_size, ring_layout, ring_transport, ring_heads and ring_kernel"
             )
         else:
-            ring = attached_ring(unwrapped(pretrained)) or Ring.alone()
+            ring = attachment_of(unwrapped(pretrained)).ring or Ring.alone()
         self.ring, self._logits_at_once = ring, logits_at_once
         self._longest_continuation = 0
         _check_arguments(arguments, ring)
         super().__init__(pretrained, **arguments)
         if ring.world_size > 1:
             whole_model(self._model, "ring_dilated")
-        patch_model(self._model, chosen, ring=ring if ring.world_size > 1 else attached_ring(unwrapped(self._model)))
+        own = attachment_of(unwrapped(self._model)).ring
+        patch_model(self._model, chosen, ring=ring if ring.world_size > 1 else own)
         # To the harness, a ring is one worker, which answers its own share of the requests. Its accelerator counts rings, too.
         self._rank, self._world_size = ring.dp_rank, ring.dp_size
         if ring.accelerator is not None:

@@ -16,7 +16,7 @@ from ..hf.lm_loss import IGNORED
 from ..hf.patch import patch_model
 from ..hf.rows import places_of
 from ..hf.support import check_predicts_next
-from ..hf.wrappers import attached_ring, evaluating, runner_of, whole_model
+from ..hf.wrappers import attachment_of, evaluating, runner_of, whole_model
 from ..plan.branches import check_count
 from ..ring.ring import Ring
 from ..transport.agreement import digest
@@ -104,7 +104,7 @@ def perplexity(
         (63, True)
     """
     inner = whole_model(model, "perplexity")
-    served = ring or attached_ring(inner) or Ring.alone()
+    served = ring or attachment_of(inner).ring or Ring.alone()
     with served.agreement("perplexity") as call:
         check_predicts_next(inner, "perplexity")
         ids, mask = _rows_of(input_ids, attention_mask)
@@ -112,7 +112,7 @@ def perplexity(
         check_count("perplexity", "logits_at_once", logits_at_once)
         call.values = {"the shape of input_ids": tuple(ids.shape), "a checksum of input_ids": digest(ids)}
         call.values |= {"a checksum of attention_mask": digest(mask), "logits_at_once": logits_at_once}
-    if ring is not None and attached_ring(inner) is not ring:
+    if ring is not None and attachment_of(inner).ring is not ring:
         patch_model(inner, ring=ring)
 
     start = time.perf_counter()

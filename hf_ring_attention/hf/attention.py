@@ -19,7 +19,7 @@ from ..plan.patterns import Pattern
 from ..plan.problem import Documents, HeldKeys
 from ..ring.attention import FORWARD, CheckedCall, Options, checked_call
 from ..ring.operator import UNTRACEABLE, GraphLayer, check_not_traced
-from .config import layer_pattern, patterns_of_layers, unpatched_pattern
+from .config import layer_pattern, patterns_of_layers
 from .forward_pass import CALL, ForwardPass, forward_pass_of, names_rows_in_graph, number_of, running
 from .hybrid_types import MIXERS
 from .masks import OwnBranch, Tokens, padding_first, tokens_of
@@ -36,9 +36,6 @@ _KNOWN = (
     "position_ids", "seq_idx",
 )  # fmt: skip
 
-#: Of a layer: dropout, scaling, sliding_window and softcap.
-Settings = tuple[float, float | None, int | None, float | None]
-
 #: The attribute of attention modules that holds a function of a layer's call and its output, which returns that output.
 TAP = "_ring_dilated_tap"
 
@@ -49,7 +46,7 @@ class _LayerArguments(NamedTuple):
     module: nn.Module
     tensors: tuple[Tensor, Tensor, Tensor, Tensor | None]  # queries, keys, values and sinks
     mask: Tensor | Tokens | None
-    settings: Settings
+    settings: tuple[float, float | None, int | None, float | None]  # dropout, scaling, sliding_window and softcap
     others: Mapping[str, Any]  # by their names
     recorded: bool | None = None  # whether a graph records gradients; None outside of graphs
 
@@ -99,7 +96,7 @@ def ring_dilated_attention(
         attachment, named = attachment_of(module), names_rows_in_graph(attention_mask)
         others = [name for name, x in kwargs.items() if x is not None and x is not False and name != CALL]
         plain = "is_causal" not in others and getattr(module, TAP, None) is None
-        if attachment is not None and attachment.in_graphs and named and plain:
+        if attachment.in_graphs and named and plain:
             numbers = [float(torch.is_grad_enabled()), *(math.nan if x is None else float(x) for x in settings)]
             text = f"{attachment.number} {' '.join(others)}"
             out, _ = torch.ops.hf_ring_attention.attend(query, key, value, s_aux, attention_mask, 0, text, numbers)
@@ -145,29 +142,24 @@ def call_in_graph(
 
 
 def _layer_of(arguments: _LayerArguments, now: ForwardPass | None) -> _LayerCall:
-    """Returns the call of a layer, or of an earlier layer of its kind in this pass."""
+    """Returns the call of a layer, or of an earlier layer of its kind in this pass; arguments of layers last a pass."""
     if now is None:
         return _layer_call(arguments, now)
-    kind = _kind_of_call(arguments, now)
-    layer: _LayerCall | None = now.calls.get(kind)
-    if layer is None:
-        layer = _layer_call(arguments, now)
-        # The kind holds all that decides its keys.
-        if layer.tokens.causal is not None or isinstance(arguments.mask, Tokens):
-            now.calls[kind] = layer
-    return layer
-
-
-def _kind_of_call(arguments: _LayerArguments, now: ForwardPass) -> Any:
-    """Returns what the calls of two layers have in common if one `_LayerCall` serves both; arguments of layers last a pass."""
     module, tensors, mask, settings, others, _ = arguments
     own = now.own_patterns.get(getattr(module, "layer_idx", -1))
     keys = _own_branch(module, settings[2]) if isinstance(mask, Tokens) else number_of(mask)
-    return (
+    kind = (
         (type(module), own, keys, torch.is_grad_enabled(), *settings),
         *[None if x is None else (x.shape, x.dtype, x.device, x.requires_grad) for x in tensors],
         *[(name, x if isinstance(x, (int, float)) else id(x)) for name, x in others.items() if x is not None],
     )
+    layer: _LayerCall | None = now.calls.get(kind)
+    if layer is None:
+        layer = _layer_call(arguments, now)
+        # The kind holds all that decides its keys.
+        if layer.tokens.causal is not None or isinstance(mask, Tokens):
+            now.calls[kind] = layer
+    return layer
 
 
 def _layer_call(arguments: _LayerArguments, now: ForwardPass | None) -> _LayerCall:
@@ -202,10 +194,9 @@ def _layer_call(arguments: _LayerArguments, now: ForwardPass | None) -> _LayerCa
         held, documents = tokens.held, tokens.documents
         if held is None:
             if tokens.layout is None:
-                _check_lengths(module, query.shape[2], key.shape[2], tokens, causal)
+                held, documents = _held(module, query.shape[2], key.shape[2], tokens, causal)
                 dropped = tokens.before > (skipped[int(module.layer_idx)] if skipped else 0)  # type: ignore[arg-type]
                 _check_dropped_keys(module, dropped, of_model, pattern)
-                held, documents = _held(query.shape[2], key.shape[2], tokens)
             _check_padding_and_pieces(module, tokens, of_model, pattern, held)
         heads = head_shard(module, query, key)
     except (ValueError, NotImplementedError) as refused:
@@ -230,7 +221,7 @@ def _pattern_of(module: nn.Module, layer: int | None, of_model: Branch | None) -
             "exact_attention: gradients are recorded, and a backward pass would recompute layers with the model's own pattern: "
             "compute without gradients, or patch the model with 'exact'"
         )
-    return unpatched_pattern(of_model)
+    return layer_pattern(None, layer, of_model)  # Without a config, nothing is set.
 
 
 def _name_of(module: nn.Module) -> str:
@@ -252,21 +243,6 @@ def _own_branch(module: nn.Module, sliding_window: int | None) -> OwnBranch | No
     return None if sliding_window is None else (Window, sliding_window)
 
 
-def _check_lengths(module: nn.Module, num_queries: int, num_rows: int, tokens: Tokens, causal: bool) -> None:
-    """Refuses keys of another sequence, and a mask of other tokens."""
-    if not causal and num_queries != num_rows:
-        raise NotImplementedError(
-            f"{type(module).__name__}: {num_queries} query tokens for {num_rows} key tokens without causality: ring_dilated "
-            f"computes no cross-attention and no prefixes of encoders: use 'sdpa'"
-        )
-    written = num_rows if tokens.written is None else tokens.written
-    if tokens.length not in (None, num_rows) or written < num_queries:
-        raise ValueError(
-            f"{type(module).__name__}: the mask has {tokens.length} tokens, for {num_queries} query and {num_rows} key tokens: "
-            f"pass the attention_mask of all tokens so far, those in the cache included"
-        )
-
-
 def _check_dropped_keys(module: nn.Module, dropped: bool, of_model: Branch | None, pattern: Pattern) -> None:
     """Refuses a pattern that shows keys which a cache has dropped: it keeps as many as the layer's own branch shows.
 
@@ -282,9 +258,24 @@ def _check_dropped_keys(module: nn.Module, dropped: bool, of_model: Branch | Non
             )
 
 
-def _held(num_queries: int, num_rows: int, tokens: Tokens) -> tuple[HeldKeys | None, Documents | None]:
-    """Returns the tokens that the cache holds, None if each key's token is a query too; and the documents of the row."""
+def _held(
+    module: nn.Module, num_queries: int, num_rows: int, tokens: Tokens, causal: bool
+) -> tuple[HeldKeys | None, Documents | None]:
+    """Returns the tokens that the cache holds, None if each key's token is a query too; and the documents of the row.
+
+    Refuses keys of another sequence, and a mask of other tokens.
+    """
+    if not causal and num_queries != num_rows:
+        raise NotImplementedError(
+            f"{type(module).__name__}: {num_queries} query tokens for {num_rows} key tokens without causality: ring_dilated "
+            f"computes no cross-attention and no prefixes of encoders: use 'sdpa'"
+        )
     written = num_rows if tokens.written is None else tokens.written
+    if tokens.length not in (None, num_rows) or written < num_queries:
+        raise ValueError(
+            f"{type(module).__name__}: the mask has {tokens.length} tokens, for {num_queries} query and {num_rows} key tokens: "
+            f"pass the attention_mask of all tokens so far, those in the cache included"
+        )
     if not tokens.missing:
         all_new = num_queries == written == num_rows
         return None if all_new else HeldKeys.whole(written, num_queries, num_rows), tokens.documents

@@ -19,7 +19,7 @@ from ..ring.ring import Ring
 from .config import layer_pattern
 from .forward_pass import running_with
 from .hybrid_types import hybrids_of
-from .wrappers import attached_ring, evaluating, whole_model
+from .wrappers import attachment_of, evaluating, whole_model
 
 
 def cache_in(arguments: Mapping[str, Any]) -> Cache | None:
@@ -106,14 +106,9 @@ class ShardedCache(Cache):
 
         All ranks store the later tokens, but only the last rank computes with them.
         """
-        layout, first = self.layout, 0
-        row_len = self.get_seq_length() + new_tokens
-        keys = []
-        for piece in layout.pieces(rank):
-            stop = min(piece.stop, layout.seq_len)
-            if piece.start < stop:
-                keys.append((first, piece.start, stop))
-            first += len(piece)
+        layout, row_len = self.layout, self.get_seq_length() + new_tokens
+        pieces = ((first, p.start, min(p.stop, layout.seq_len)) for first, p in layout.placed_pieces(rank))
+        keys = [(first, start, stop) for first, start, stop in pieces if start < stop]
         if rank == layout.world_size - 1:
             keys.append((layout.local_len, layout.seq_len, row_len))
         num_rows = layout.local_len + row_len - layout.seq_len
@@ -158,7 +153,7 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
         [True, True]
     """
     inner = whole_model(model, "prefill")
-    config, ring = inner.config.get_text_config(), attached_ring(inner) or Ring.alone()
+    config, ring = inner.config.get_text_config(), attachment_of(inner).ring or Ring.alone()
     hybrids = hybrids_of(config)
     with ring.agreement("prefill"):
         if hybrids is not None:

@@ -30,9 +30,9 @@ def find_rows(now: ForwardPass, kwargs: Mapping[str, Any], multiple: int = 1) ->
     now.skipped = tokens_skipped(cache)
     now.cacheless = kwargs.get("use_cache") is False
     own_cache = not isinstance(cache, ShardedCache) and (cache is not None or kwargs.get("use_cache") is True)
-    if ring is None or ring.world_size == 1 or own_cache:
-        now.whole = ring is not None and ring.world_size > 1
-        if now.whole and ring is not None and ring.rank == 0:
+    if ring.world_size == 1 or own_cache:
+        now.whole = ring.world_size > 1
+        if now.whole and ring.rank == 0:
             warn_once(
                 f"{type(runner).__name__} has its own cache, so all ranks compute whole rows: ra.prefill fills a sharded one",
                 logging.INFO,

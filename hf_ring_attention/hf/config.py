@@ -79,18 +79,13 @@ def layer_pattern(config: Any, layer: int | None, of_model: Branch | None = None
                 f"{class_name(config)}: expected a pattern for layer {layer}, found patterns for layers "
                 f"{sorted(patterns.layers)} only: call ra.patch_config with one for it"
             )
-        return unpatched_pattern(of_model)
+        return Pattern.exact() if of_model is None else Pattern((of_model,))
     return patterns.pattern
 
 
 def patterns_of_layers(config: Any) -> Mapping[int, Pattern]:
     """Returns the patterns of single layers by the layers' numbers."""
     return _patterns(config).layers
-
-
-def unpatched_pattern(of_model: Branch | None) -> Pattern:
-    """Returns what a layer computes for which `patch_config` set nothing: its own window or chunks, or exact attention."""
-    return Pattern.exact() if of_model is None else Pattern((of_model,))
 
 
 #: Cache: parsed patterns, by the text of a config's attribute, because each layer asks at every token that is generated.

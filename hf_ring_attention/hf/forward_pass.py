@@ -65,7 +65,7 @@ class ForwardPass:
 
     runner: Any  # the decoder, whose config the masks and layers of this pass have
     module: Any  # the module that was called: a model with its head, its base model, or the decoder of this
-    ring: Ring | None  # the ring that `patch_model` gave to the model
+    ring: Ring  # the ring that `patch_model` gave to the model, else a ring of this process only
     call: Call
     rows: WholeRows | None = None  # None in a step of generation
     held: HeldKeys | None = None  # the keys in the cache of this rank, in a step against a sharded cache
@@ -95,9 +95,7 @@ class ForwardPass:
     def mark_running(self, runs: bool) -> None:
         """Sets whether this call runs, so that no part of it may begin in a graph."""
         for module in (self.runner, self.module):
-            attachment = attachment_of(module)
-            assert attachment is not None
-            attachment.runs = runs
+            attachment_of(module).runs = runs
 
     def broken_off(self) -> bool:
         """Returns whether Ctrl-C ended the call that makes this pass; torch runs no hooks then that would end the pass."""
@@ -116,8 +114,7 @@ class Running(NamedTuple):
     chain: Any = None  # the chain of states along which mixers pass theirs
 
 
-_NOTHING = Running()
-_RUNNING: ContextVar[Running] = ContextVar("ring_dilated", default=_NOTHING)
+_RUNNING: ContextVar[Running] = ContextVar("ring_dilated", default=Running())  # noqa: B039
 
 
 def running() -> Running:

@@ -30,11 +30,11 @@ from .config import patterns_of_layers
 from .forward_pass import CALL, NUMBER_IN_GRAPHS, Call, ForwardPass, drop_broken_passes, names_rows_in_graph
 from .hybrid_types import MIXERS
 from .join import LOGITS_NOT_FORMED
-from .lm_loss import IGNORED
+from .lm_loss import IGNORED, next_labels
 from .masks import Tokens, tokens_of
 from .registration import IMPLEMENTATION
 from .rows import documents_from_mask, first_position, places_of
-from .wrappers import MODULES, attached_ring, attachment_of, runner_of
+from .wrappers import MODULES, attachment_of, ring_of_calls, runner_of
 
 #: The value of `CALL` for a decoder whose last hidden states stay parts in a graph.
 _PARTS = "parts"
@@ -98,9 +98,9 @@ def _begin(
     name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
     kwargs = {name: tokens, "attention_mask": mask, "position_ids": positions}
     kwargs |= {"labels": labels, "num_items_in_batch": count}
-    now = ForwardPass(runner, module, attached_ring(runner), Call(), own_patterns=patterns_of_layers(runner.config))
+    now = ForwardPass(runner, module, ring_of_calls(runner), Call(), own_patterns=patterns_of_layers(runner.config))
     with torch.set_grad_enabled(recorded):
-        find_rows(now, kwargs, multiple=2 * (1 if now.ring is None else now.ring.world_size))
+        find_rows(now, kwargs, multiple=2 * now.ring.world_size)
     found = Tokens(now.documents) if now.documents is not None else tokens_of(None if mask is None else mask != 0)
     if now.layout is None and mask is None and positions is not None:
         # Without a mask, documents follow the rule of Transformers: each begins where positions do not count on.
@@ -157,7 +157,7 @@ define(
 def in_graph(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Returns whether a call that begins is traced into a graph that can hold it."""
     attachment = attachment_of(module)
-    if attachment is None or not torch.compiler.is_dynamo_compiling():
+    if not torch.compiler.is_dynamo_compiling():
         return False
     drop_broken_passes()
     mask, positions, labels = (kwargs.get(name) for name in ("attention_mask", "position_ids", "labels"))
@@ -184,7 +184,6 @@ def begin_in_graph(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if args:
         kwargs = {"input_ids": args[0], **kwargs}
     attachment = attachment_of(module)
-    assert attachment is not None
     ring, mask, is_decoder = attachment.ring, kwargs.get("attention_mask"), attachment.is_decoder
     if ring is not None and ring.world_size == 1:
         ring = None
@@ -223,7 +222,7 @@ def _has_loss_of_part(module: Any, kwargs: Mapping[str, Any]) -> bool:
     A forward of the user's own may do anything with labels: it gets the hidden states of whole rows.
     """
     labels, keep = kwargs.get("labels"), kwargs.get("logits_to_keep")
-    computed = attachment_of(module).loss_in_parts and module.loss_function is ForCausalLMLoss  # type: ignore[union-attr]
+    computed = attachment_of(module).loss_in_parts and module.loss_function is ForCausalLMLoss
     return labels is not None and computed and (keep is None or (isinstance(keep, int) and keep == 0))
 
 
@@ -237,8 +236,8 @@ def _part(x: Tensor, own: Tensor, fill: int = 0) -> Tensor:
 
 def _with_loss_of_part(kwargs: dict[str, Any], own: Tensor) -> dict[str, Any]:
     """Returns the arguments of a model that computes the loss of its part of the rows, as a share of the whole loss."""
-    following = F.pad(kwargs["labels"][:, 1:], (0, 1), value=IGNORED)
-    count, labels = kwargs.get("num_items_in_batch"), _part(following, own, IGNORED)
+    following, count = next_labels(kwargs), kwargs.get("num_items_in_batch")
+    labels = _part(following, own, IGNORED)
     if count is None:
         count = (following != IGNORED).sum()
     return {**kwargs, "labels": labels, "shift_labels": labels, "num_items_in_batch": count, CALL: _PARTS}
@@ -247,7 +246,6 @@ def _with_loss_of_part(kwargs: dict[str, Any], own: Tensor) -> dict[str, Any]:
 def end_in_graph(module: Any, kwargs: Mapping[str, Any], output: Any) -> Any:
     """Returns the output of a model or of its decoder with whole rows in place of parts."""
     attachment, places = attachment_of(module), kwargs.get(CALL)
-    assert attachment is not None
     ring = attachment.ring
     if ring is None or ring.world_size == 1 or places is None:
         return output

@@ -74,9 +74,7 @@ def whole_rows(local: Tensor, rows: WholeRows, ring: Ring) -> Tensor:
     The gradient of a rank's part is the sum of the gradients that all ranks have for it. So if all ranks compute the same
     loss from whole rows, the mean of their gradients is the gradient of that loss.
     """
-    layout = rows.layout
-    assert layout is not None
-    return whole_of(ring.side_by_side(local, 1), layout, 1)
+    return local if rows.layout is None else whole_of(ring.side_by_side(local, 1), rows.layout, 1)
 
 
 def kept(local: Tensor, rows: WholeRows, ring: Ring, numbers: Tensor) -> Tensor:
@@ -93,16 +91,9 @@ def joined_output(now: ForwardPass, output: Any) -> Any:
     """Returns the output of a decoder with whole rows in place of parts, and last hidden states as the head takes them."""
     rows, ring, layout = now.rows, now.ring, now.layout
     assert rows is not None
-    if layout is None:
-        if now.join_last is not None:
-            last = "last_hidden_state" if isinstance(output, MutableMapping) else 0
-            changed = now.join_last(output[last])
-            if last == 0:
-                return (changed, *output[1:])
-            output[last] = changed
+    if layout is None and now.join_last is None:
         return output
-    assert ring is not None
-    part = (rows.batch, layout.local_len)
+    part = (rows.batch, rows.length if layout is None else layout.local_len)
     join_rows = partial(whole_rows, rows=rows, ring=ring)
     join_last = now.join_last or join_rows
 
@@ -120,7 +111,7 @@ def joined_output(now: ForwardPass, output: Any) -> Any:
     for name, x in output.items():
         # Models form the logits of routers for the tokens of all rows, one row after the other.
         output[name] = whole(x, join_last if name == "last_hidden_state" else join_rows, flat="router" in name)
-    if not now.cacheless and getattr(now.runner.config, "use_cache", False):
+    if layout is not None and not now.cacheless and getattr(now.runner.config, "use_cache", False):
         for name in cache_names(type(now.runner).forward):
             if name in getattr(type(output), "__dataclass_fields__", ()) and output.get(name) is None:
                 output[name] = CACHE_NOT_FORMED

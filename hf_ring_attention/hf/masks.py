@@ -136,7 +136,7 @@ def ring_dilated_mask(
 def _warn_of_padding(now: ForwardPass, documents: Documents, causal: bool, length: int) -> None:
     """Logs once that a head reads padding: its attention output is 0 here, and other implementations do not agree on it."""
     name, zero = type(now.module).__name__, "padding, whose attention output is 0 under ring_dilated"
-    if now.ring is not None and now.ring.rank > 0:
+    if now.ring.rank > 0:
         return
     if now.module.loss_type == "ForQuestionAnswering" and any(sum(b - a for a, b in row) < length for row in documents):
         warn_once(
@@ -187,9 +187,8 @@ def _mask_parts(mask_function: Callable[..., Any] | None) -> Iterable[tuple[str,
         return
     kind = _kind_of(mask_function)
     parts = _closure(mask_function, "mask_functions") if kind in ("and_masks", "or_masks") else ()
-    if (
-        kind == "or_masks"
-    ):  # Blocks of tokens that see each other show nothing if no token is in a block, as in rows of text.
+    if kind == "or_masks":
+        # Blocks of tokens that see each other show nothing if no token is in a block, as in rows of text.
         text = [_kind_of(x) == "blockwise_overlay" and (_closure(x, "block_sequence_ids") < 0).all() for x in parts]
         parts = [part for part, shows_nothing in zip(parts, text) if not shows_nothing]
     if kind == "and_masks" or len(parts) == 1:

@@ -42,7 +42,7 @@ from .registration import IMPLEMENTATION
 from .rows import by_name, check_places, cut, tokens_in, warn_of_temperatures, whole_positions
 from .support import has_next_token_loss
 from .values import Origin
-from .wrappers import attached_ring, attachment_of, runner_of, set_ring
+from .wrappers import Attachment, attachment_of, ring_of_calls, runner_of, set_attachments
 
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
@@ -56,7 +56,8 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None, kernel: str) -> None:
         called.register_forward_pre_hook(before_model, with_kwargs=True)
         called.register_forward_hook(after_model, with_kwargs=True, always_call=True)
     corrected = ring is not None and ring.world_size > 1 and _correct_modules(model.base_model)
-    set_ring(model, ring, kernel, fits_a_graph(model, ring) and not corrected, has_next_token_loss(model))
+    in_graphs = fits_a_graph(model, ring) and not corrected
+    set_attachments(model, Attachment(ring, kernel, in_graphs=in_graphs, loss_in_parts=has_next_token_loss(model)))
 
 
 def _correct_modules(base: nn.Module) -> bool:
@@ -82,11 +83,10 @@ def before_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[st
     # What a graph has begun goes on without one, if it breaks or is compiled no more.
     if names_rows_in_graph(kwargs.get("attention_mask")) or in_graph(module, args, kwargs):
         return (), begin_in_graph(module, args, kwargs)
-    if torch.compiler.is_dynamo_compiling():
-        return _before_model_at_a_break(module, args, kwargs)
     return _before_model(module, args, kwargs)
 
 
+@torch.compiler.disable(reason=UNTRACEABLE)
 def _before_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     check_not_traced()
     drop_broken_passes()
@@ -106,7 +106,7 @@ def _of_decoder(now: ForwardPass, rows: WholeRows, kwargs: dict[str, Any]) -> di
     if rows.layout is None:
         counted = rows.from_collator and rows.packed
         return {**kwargs, "position_ids": whole_positions(runner, rows, kwargs)} if counted else kwargs
-    assert now.ring is not None and tokens is not None
+    assert tokens is not None
     if now.call.rows is not None:  # A loader has cut them.
         parts, now.last_position = dict(kwargs), rows.last_position
     else:
@@ -128,26 +128,49 @@ def after_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str
     """Joins the results of the decoder, and ends the call of a model."""
     if names_rows_in_graph(kwargs.get("attention_mask")):
         return end_in_graph(module, kwargs, output)
-    if torch.compiler.is_dynamo_compiling():
-        attachment = attachment_of(module)
-        if attachment is not None and attachment.runs:
-            return _after_model_at_a_break(module, args, kwargs, output)
+    if torch.compiler.is_dynamo_compiling() and not attachment_of(module).runs:
         return output
-    return _after_model(module, args, kwargs, output)
+    return _after_model(module, output)
 
 
-def _after_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+@torch.compiler.disable(reason="it belongs to before_model")
+def _after_model(module: PreTrainedModel, output: Any) -> Any:
+    """Returns the output as of whole rows; None for no change."""
     runner = runner_of(module)
     now = forward_pass_of(runner.config)
     if now is None:
         return None
     if module is runner and now.rows is not None and output is not None:
         output = joined_output(now, output)
-    return end_call(now, kwargs, output) if now.module is module else output
+    if now.module is not module:
+        return output
+    set_forward_pass(now.outer)
+    now.mark_running(False)
+    now.frame = None
+    if output is None:  # The forward pass raised an error, which must not be replaced.
+        return None
+    _check_attended(now, output)
+    if now.call.of_slice is not None and not (now.origin is not None and now.origin.sliced):
+        raise NotImplementedError(
+            f"{type(module).__name__} computes no cross entropy of its logits, so a loss in slices of tokens cannot take its "
+            f"place"
+        )
+    return output if now.join_result is None else now.join_result(output)
 
 
-_before_model_at_a_break = torch.compiler.disable(_before_model, reason=UNTRACEABLE)
-_after_model_at_a_break = torch.compiler.disable(_after_model, reason="it belongs to before_model")
+def _check_attended(now: ForwardPass, output: Any) -> None:
+    """Refuses results of layers that did not attend by ring_dilated, and of a pooler that saw a part of the row alone."""
+    name, implementation = type(now.module).__name__, implementation_of(now.runner.config)
+    sharded = now.layout is not None or now.held is not None
+    if not now.attended and (sharded or implementation == IMPLEMENTATION):
+        raise RuntimeError(
+            f"no layer of {name} attended by ring_dilated ({implementation!r} is set), so it would ignore its pattern, or each "
+            f"rank would see its part alone: call ra.patch_model; if that was done, use 'eager' on one process (ring=None)"
+        )
+    if sharded and getattr(output, "pooler_output", None) is not None and not hasattr(now.runner, "pooler"):
+        raise NotImplementedError(
+            f"{name} makes its pooler_output from any token of the row, and a rank has only a part: use one process (ring=None)"
+        )
 
 
 # ---- the beginning of a call
@@ -158,7 +181,7 @@ def begin_call(module: PreTrainedModel, runner: PreTrainedModel, kwargs: dict[st
     call: Call = kwargs.pop(CALL, None) or Call()
     _remember_for_recomputation(module)
     own, outer = patterns_of_layers(runner.config), running().forward_pass
-    now = ForwardPass(runner, module, attached_ring(runner), call, own_patterns=own, outer=outer)
+    now = ForwardPass(runner, module, ring_of_calls(runner), call, own_patterns=own, outer=outer)
     find_rows(now, kwargs)
     if now.rows is not None and now.rows.packed:
         warn_of_temperatures(runner.config, max(stop for row in now.documents or () for _, stop in row))
@@ -195,56 +218,23 @@ def _checkpointed(checkpoint: Callable[..., Any], function: Callable[..., Any], 
 
 def _decide(now: ForwardPass, kwargs: dict[str, Any]) -> None:
     """Decides how the results of a call are joined, and changes its arguments for it."""
-    module, ring, rows, of_slice = now.module, now.ring, now.rows, now.call.of_slice
+    module, rows, of_slice = now.module, now.rows, now.call.of_slice
     labels = any(kwargs.get(name) is not None for name in ("labels", "shift_labels"))
     if kwargs.get("fused_lm_head"):
         if labels and now.layout is not None:
-            assert ring is not None and rows is not None
-            now.join_last, now.join_result = lambda part: part, join_of_fields(rows, ring, kwargs)
+            assert rows is not None
+            now.join_last, now.join_result = lambda part: part, join_of_fields(rows, now.ring, kwargs)
         return
     head = module.get_output_embeddings()
     if rows is None or (head is None and not running().on_use):
         return
-    keeps_logits = running().on_use or (labels and (ring is not None or of_slice is not None))
+    for_loss = labels and (attachment_of(now.runner).ring is not None or of_slice is not None)
+    keeps_logits = running().on_use or for_loss
     if keeps_logits or now.layout is not None:
-        now.origin = Origin(type(module).__name__, rows, ring or Ring.alone(), keeps_logits, of_slice)
+        now.origin = Origin(type(module).__name__, rows, now.ring, keeps_logits, of_slice)
         now.join_last = partial(OnUse.of_hidden, origin=now.origin)
         if head is not None:
             wrap_head(head)
-
-
-# ---- the end of a call
-
-
-def end_call(now: ForwardPass, kwargs: dict[str, Any], output: Any) -> Any:
-    """Ends the call that `begin_call` began, and returns its output as of whole rows; None for no change."""
-    set_forward_pass(now.outer)
-    now.mark_running(False)
-    now.frame = None
-    if output is None:  # The forward pass raised an error, which must not be replaced.
-        return None
-    _check_attended(now, output)
-    if now.call.of_slice is not None and not (now.origin is not None and now.origin.sliced):
-        raise NotImplementedError(
-            f"{type(now.module).__name__} computes no cross entropy of its logits, so a loss in slices of tokens cannot take "
-            f"its place"
-        )
-    return output if now.join_result is None else now.join_result(output)
-
-
-def _check_attended(now: ForwardPass, output: Any) -> None:
-    """Refuses results of layers that did not attend by ring_dilated, and of a pooler that saw a part of the row alone."""
-    name, implementation = type(now.module).__name__, implementation_of(now.runner.config)
-    sharded = now.layout is not None or now.held is not None
-    if not now.attended and (sharded or implementation == IMPLEMENTATION):
-        raise RuntimeError(
-            f"no layer of {name} attended by ring_dilated ({implementation!r} is set), so it would ignore its pattern, or each "
-            f"rank would see its part alone: call ra.patch_model; if that was done, use 'eager' on one process (ring=None)"
-        )
-    if sharded and getattr(output, "pooler_output", None) is not None and not hasattr(now.runner, "pooler"):
-        raise NotImplementedError(
-            f"{name} makes its pooler_output from any token of the row, and a rank has only a part: use one process (ring=None)"
-        )
 
 
 # ---- modules that take a part for a row
@@ -279,7 +269,7 @@ def _with_first_token(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ..
     now = running().forward_pass
     if now is None or now.layout is None:
         return None
-    assert now.rows is not None and now.ring is not None
+    assert now.rows is not None
     one_token = args[0].dim() == 2
     states: Tensor = args[0].unsqueeze(1) if one_token else args[0]
     numbers = torch.arange(now.rows.batch, device=states.device)[:, None] * now.rows.length

@@ -34,15 +34,7 @@ from .hybrid_types import hybrids_of
 from .model_call import attach_ring, before_model
 from .registration import IMPLEMENTATION
 from .support import check_model, class_name
-from .wrappers import (
-    Attachment,
-    attached_ring,
-    attachment_of,
-    check_ring,
-    inner_model,
-    runner_of,
-    wrapped_modules,
-)
+from .wrappers import ATTACHMENT, attachment_of, check_ring, inner_model, runner_of, wrapped_modules
 
 #: The one field of all of PEFT's configs that takes any dict. PEFT itself uses it for adapters without a task_type alone.
 _FIELD = "auto_mapping"
@@ -189,9 +181,8 @@ def _kernel_of(model: PreTrainedModel, ring: Ring | None, kernel: str | None) ->
     if kernel is not None:
         check_choice("patch_model", "kernel", kernel, get_args(KernelSetting))
     if ring is None:
-        attachment = attachment_of(runner_of(model)) or Attachment()
-        return attachment.kernel if kernel is None else kernel
-    if kernel is not None and kernel != ring.kernel:
+        return kernel or attachment_of(runner_of(model)).kernel
+    if kernel not in (None, ring.kernel):
         raise ValueError(
             f"patch_model: got kernel={kernel!r} and a ring with kernel={ring.kernel!r}: make the ring with it"
         )
@@ -216,7 +207,7 @@ def check_made_model(model: PreTrainedModel) -> None:
             f"where the pattern has no effect: call ra.patch_model(model), or load it with {IMPLEMENTATION!r}"
         )
     remove_hooks(model, lambda hook: hook is _first_call)
-    if attachment_of(model) is None:  # A patched model may get another module, such as larger embeddings.
+    if not hasattr(model, ATTACHMENT):  # A patched model may get another module, such as larger embeddings.
         model.register_forward_pre_hook(_first_call, with_kwargs=True)
 
 
@@ -226,7 +217,7 @@ def _first_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
     config = model.config.get_text_config()
     if implementation_of(config) != IMPLEMENTATION:
         return None
-    patch_model(model, ring=attached_ring(runner_of(model)))  # The decoder may have been patched before.
+    patch_model(model, ring=attachment_of(runner_of(model)).ring)  # The decoder may have been patched before.
     drafts = bool(tokens_skipped(cache_in(kwargs)))  # Transformers has made it for a model that was patched.
     if settings_of(config) is None and not drafts and not (dist.is_initialized() and dist.get_rank()):
         warn_once(

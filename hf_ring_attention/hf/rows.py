@@ -39,41 +39,34 @@ def documents_from_mask(mask: Tensor) -> Documents:
     """
     documents = []
     for row, numbers in enumerate(mask.to(torch.int64).cpu()):
-        borders = (torch.nonzero(numbers[1:] != numbers[:-1]).flatten() + 1).tolist()
-        starts = [0, *borders]
-        runs = [run for run in zip(starts, [*borders, len(numbers)]) if numbers[run[0]] != 0]
-        marks = [int(numbers[start]) for start, _ in runs]
-        if len(set(marks)) < len(marks):
+        marks, counts = (x.tolist() for x in numbers.unique_consecutive(return_counts=True))
+        stops = itertools.accumulate(counts)
+        runs = {(stop - count, stop): mark for mark, count, stop in zip(marks, counts, stops) if mark}
+        if len({*runs.values()}) < len(runs):
             raise ValueError(
-                f"batch row {row} of the attention mask has padding inside a document: tokens {runs} are marked as "
-                f"{marks}; ring_dilated takes padding before and after a document"
+                f"batch row {row} of the attention mask has padding inside a document: tokens {[*runs]} are marked as "
+                f"{[*runs.values()]}; ring_dilated takes padding before and after a document"
             )
         documents.append(tuple(runs))
     return tuple(documents)
 
 
-def documents_of_rows(
-    batch: int,
-    positions: Tensor | None,
-    mask: Tensor | None,
-    first: int = 0,
-    cu_seq_lens: Any = None,
-    seq_idx: Any = None,
-    length: int = 0,
-) -> tuple[Documents | None, bool]:
-    """Returns the documents of packed rows, and whether a collator describes them; None if the mask alone describes the rows.
+def rows_of_call(runner: nn.Module, tokens: Tensor, arguments: Mapping[str, Any]) -> WholeRows:
+    """Returns the rows of a call without a cache; their documents are None if the mask alone describes them.
 
     Args:
-        positions: [B, n], or [1, n] for all rows; a document begins if they restart at `first`. [axes, B or 1, n] likewise.
-        mask: [B, n], 0 for padding.
-        cu_seq_lens: [documents + 1] 0 and the ends of the documents of one batch row (`DataCollatorWithFlattening`).
-        seq_idx: [B, n] the number of each token's document, from 0.
-        length: the number n of tokens in a row, if a collator describes it.
+        arguments: with `position_ids` [B or 1, n] or [axes, B or 1, n], a document begins where they restart at the decoder's
+            first position. A collator describes documents by `cu_seq_lens_q` [documents + 1], 0 and the ends of the documents
+            of one batch row (`DataCollatorWithFlattening`), or by `seq_idx` [B, n], each token's document, from 0.
     """
-    collator = _documents_of_collator(batch, length, cu_seq_lens, seq_idx)
+    batch, length = tokens.shape[:2]
+    mask, positions, first = arguments.get("attention_mask"), _text_positions(arguments), first_position(runner)
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
+        return WholeRows(batch, length, None)
+    collator = _documents_of_collator(batch, length, arguments.get("cu_seq_lens_q"), arguments.get("seq_idx"))
     found = _documents_of_positions(batch, positions, mask, first)
     if collator is None:
-        return found, False
+        return WholeRows(batch, length, found)
     if positions is not None and positions.dim() == 2 and any(len(row) > 1 for row in collator):
         _check_beginnings(collator, positions, first)
     by_mask = None if mask is None else documents_from_mask(mask != 0)
@@ -84,7 +77,7 @@ def documents_of_rows(
                 f"cu_seq_lens or seq_idx describe the documents {collator}, and the attention mask or position_ids describe "
                 f"{other}: pass the collator's batch unchanged"
             )
-    return collator, True
+    return WholeRows(batch, length, collator, from_collator=True)
 
 
 def _documents_of_collator(batch: int, length: int, cu_seq_lens: Any, seq_idx: Any) -> Documents | None:
@@ -94,8 +87,7 @@ def _documents_of_collator(batch: int, length: int, cu_seq_lens: Any, seq_idx: A
         if not isinstance(cu_seq_lens, Tensor) or cu_seq_lens.dim() != 1:
             raise ValueError(f"cu_seq_lens must be a tensor of one dimension, got {cu_seq_lens!r}")
         ends = [int(end) for end in cu_seq_lens.tolist()]
-        rising = all(a < b for a, b in itertools.pairwise(ends))
-        if batch != 1 or not ends or ends[0] != 0 or ends[-1] != length or not rising:
+        if batch != 1 or ends[:1] != [0] or ends[-1:] != [length] or ends != sorted({*ends}):
             raise ValueError(
                 f"cu_seq_lens must rise from 0 to the {length} tokens of one batch row, got {ends} for {batch} "
                 f"batch rows: pass the cu_seq_lens of the collator together with its input_ids"
@@ -148,27 +140,18 @@ def _merged(documents: Documents) -> Documents:
 
 def _check_beginnings(documents: Documents, positions: Tensor, first: int) -> None:
     """Refuses positions that do not restart at the documents of a packed row, or lie below `first`."""
-    rows = positions.cpu().expand(len(documents), -1)
-    for row, runs in enumerate(documents):
-        for number, (start, stop) in enumerate(runs):
-            goes_on = number and runs[number - 1][1] == start and int(rows[row, start]) > int(rows[row, start - 1])
-            lowest = int(rows[row, start:stop].min())
+    for row, (runs, numbers) in enumerate(zip(documents, positions.expand(len(documents), -1).tolist())):
+        stops = {stop for _, stop in runs}
+        for start, stop in runs:
+            goes_on, lowest = start in stops and numbers[start] > numbers[start - 1], min(numbers[start:stop])
             if goes_on or lowest < first:
-                before, here = (int(rows[row, max(place, 0)]) for place in (start - 1, start))
-                wrong = f"go on there from {before} to {here}" if goes_on else f"have {lowest} in it"
+                wrong = (
+                    f"go on there from {numbers[start - 1]} to {numbers[start]}" if goes_on else f"have {lowest} in it"
+                )
                 raise ValueError(
                     f"a document begins at token {start} of batch row {row}, and position_ids {wrong}: pass position_ids that "
                     f"count each document from {first}, or leave them out"
                 )
-
-
-def positions_of_documents(documents: Documents, length: int, first: int) -> Tensor:
-    """Returns [B, length] int64: positions that count each document from `first`; 0 for padding."""
-    positions = torch.zeros(len(documents), length, dtype=torch.int64)
-    for row, runs in enumerate(documents):
-        for start, stop in runs:
-            positions[row, start:stop] = torch.arange(first, first + stop - start)
-    return positions
 
 
 def first_position(module: nn.Module) -> int:
@@ -246,17 +229,6 @@ def tokens_in(arguments: Mapping[str, Any]) -> Tensor | None:
     return next((arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None), None)
 
 
-def rows_of_call(runner: nn.Module, tokens: Tensor, arguments: Mapping[str, Any]) -> WholeRows:
-    """Returns the rows of a call without a cache; their documents are None if the mask alone describes them."""
-    batch, length = tokens.shape[:2]
-    mask, positions = arguments.get("attention_mask"), _text_positions(arguments)
-    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
-        return WholeRows(batch, length, None)
-    collators = arguments.get("cu_seq_lens_q"), arguments.get("seq_idx")
-    found = documents_of_rows(batch, positions, mask, first_position(runner), *collators, length)
-    return WholeRows(batch, length, *found)
-
-
 def _text_positions(arguments: Mapping[str, Any]) -> Tensor | None:
     """Returns the positions [B, n] or [3, B, n] of a call; of four dimensions [4, B, n] the first has those of text."""
     positions = arguments.get("position_ids")
@@ -318,8 +290,7 @@ def _check_gaps(positions: Tensor | None, documents: Documents) -> None:
     if positions is None or positions.dim() != 2 or positions.shape[1] < 2:
         return
     for row, token in (positions.diff(dim=1) != 1).nonzero().tolist():
-        spans = documents if positions.shape[0] == len(documents) else documents[:1]
-        if token + 1 not in [start for start, _ in spans[row]]:
+        if token + 1 not in [start for start, _ in documents[row]]:
             raise ValueError(
                 f"position_ids of row {row} go from {int(positions[row, token])} to {int(positions[row, token + 1])} at token "
                 f"{token + 1}: pass an attention_mask of ones if that is one document, else seq_idx or cu_seq_lens_q"
@@ -333,9 +304,12 @@ def whole_positions(runner: nn.Module, rows: WholeRows, arguments: Mapping[str, 
     if isinstance(positions, Tensor):
         return positions
     ids, mask, first = arguments.get("input_ids"), arguments.get("attention_mask"), first_position(runner)
-    if rows.from_collator and rows.packed:
-        assert rows.documents is not None
-        return positions_of_documents(rows.documents, rows.length, first).to(tokens.device)
+    if rows.from_collator and rows.packed:  # They count each document.
+        counted = torch.zeros(rows.batch, rows.length, dtype=torch.int64)
+        for row, runs in enumerate(rows.documents or ()):
+            for start, stop in runs:
+                counted[row, start:stop] = torch.arange(first, first + stop - start)
+        return counted.to(tokens.device)
     if first and ids is not None:  # RoBERTa and its relatives count the tokens that are not padding, by their ids.
         valid = (ids != first - 1).long()
     elif getattr(runner.config, "model_type", None) in _COUNT_BY_MASK and isinstance(mask, Tensor) and mask.dim() == 2:

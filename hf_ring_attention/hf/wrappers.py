@@ -5,8 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -19,8 +18,8 @@ from ..compute.private import compiled_module
 from ..ring.operator import Numbered
 from ..ring.ring import Ring, ring_alone
 
-#: The attribute of a model's modules that holds their `Attachment`.
-_ATTACHMENT = "_ring_dilated"
+#: The attribute of a patched model's modules that holds their `Attachment`.
+ATTACHMENT = "_ring_dilated"
 #: The models that `patch_model` was called for; it keeps none of them alive.
 _PATCHED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
@@ -39,15 +38,15 @@ class Attachment:
     """
 
     ring: Ring | None = None
+    kernel: str = "auto"  # computes the rows that this process computes alone; a ring has its own
     number: str = ""  # dynamo would take a number for a size that may change
     in_graphs: bool = False  # whether a graph can hold calls of its model
     is_decoder: bool = False
     runs: bool = False  # whether a call of it has begun outside of a graph, so that no part of it may begin in one
     loss_in_parts: bool = False  # whether its loss is one of next tokens, which each rank can compute for its part
-    kernel: str = "auto"  # computes the rows that this process computes alone; a ring has its own
 
     def __reduce__(self) -> Any:
-        return partial(Attachment, kernel=self.kernel), (self.ring,)
+        return Attachment, (self.ring, self.kernel)
 
 
 def wrapped_modules(model: Any) -> list[Any]:
@@ -118,10 +117,7 @@ def runner_of(model: PreTrainedModel) -> PreTrainedModel:
 def decoder_of(model: PreTrainedModel) -> nn.Module:
     """Returns the part of a model whose rows are tokens: all of it, or the text model of one that also sees or hears."""
     config = model.config.get_text_config()
-    if config is model.config:
-        return model
-    parts = (module for module in model.modules() if getattr(module, "config", None) is config)
-    return next(parts, model)
+    return next((module for module in model.modules() if getattr(module, "config", None) is config), model)
 
 
 def class_of_transformers(module: nn.Module) -> type:
@@ -130,37 +126,29 @@ def class_of_transformers(module: nn.Module) -> type:
     return next((kind for kind in kinds if kind.__module__.startswith("transformers.")), kinds[0])
 
 
-def attachment_of(module: nn.Module) -> Attachment | None:
-    """Returns what `patch_model` gave to a module, with a ring or without one; None for modules of other models."""
-    return getattr(module, _ATTACHMENT, None)
+def attachment_of(module: nn.Module) -> Attachment:
+    """Returns what `patch_model` gave to a module, with a ring or without one; an empty `Attachment` for other modules."""
+    return getattr(module, ATTACHMENT, None) or Attachment()
 
 
-def attached_ring(module: nn.Module) -> Ring | None:
-    """Returns the ring that `patch_model` gave to a model, or to one of its modules."""
-    attachment = attachment_of(module)
-    return None if attachment is None else attachment.ring
-
-
-def ring_of_calls(module: nn.Module, whole: bool) -> Ring:
+def ring_of_calls(module: nn.Module, whole: bool = False) -> Ring:
     """Returns the ring of a module's calls: that of its model, or if this process computes `whole` rows, a ring of its own."""
-    attachment = attachment_of(module) or Attachment()
+    attachment = attachment_of(module)
     return ring_alone(attachment.kernel) if whole or attachment.ring is None else attachment.ring
 
 
-def set_ring(model: PreTrainedModel, ring: Ring | None, kernel: str, in_graphs: bool, loss_in_parts: bool) -> None:
-    """Makes this the ring of a model and of the modules of its decoder, and its kernel theirs."""
+def set_attachments(model: PreTrainedModel, attachment: Attachment) -> None:
+    """Gives an attachment to the modules of a model; only the model and the modules of its decoder get the ring."""
     _PATCHED.add(model)
     of_ring, runner = {model, *decoder_of(model).modules()}, runner_of(model)
     for module in model.modules():
-        of_module = ring if module in of_ring else None
-        number, is_decoder = str(MODULES.add(module)), module is runner
-        attachment = Attachment(of_module, number, in_graphs, is_decoder, False, loss_in_parts, kernel)
-        setattr(module, _ATTACHMENT, attachment)
+        ring, number = attachment.ring if module in of_ring else None, str(MODULES.add(module))
+        setattr(module, ATTACHMENT, replace(attachment, ring=ring, number=number, is_decoder=module is runner))
 
 
 def models_of(ring: Ring) -> list[PreTrainedModel]:
     """Returns the models that were patched with this ring and still exist."""
-    return [model for model in _PATCHED if attached_ring(model) is ring]
+    return [model for model in _PATCHED if attachment_of(model).ring is ring]
 
 
 def head_shard(module: nn.Module, query: Tensor, key: Tensor) -> tuple[int, int]:
@@ -205,8 +193,6 @@ def check_ring(model: nn.Module, ring: Ring) -> None:
 
 def _meshes_of(module: nn.Module) -> list[DeviceMesh]:
     """Returns the mesh along which each weight of a module is divided."""
-    if not dist.is_available() or not dist.is_initialized():
-        return []
     return [weight.device_mesh for weight in module.parameters() if isinstance(weight, DTensor)]
 
 

@@ -22,7 +22,7 @@ from ..hf.config import warn_once
 from ..hf.forward_pass import ForwardPass, forward_pass_of, number_of, running, running_with
 from ..hf.masks import tokens_of
 from ..hf.rows import documents_from_mask
-from ..hf.wrappers import attached_ring, class_of_transformers
+from ..hf.wrappers import attachment_of, class_of_transformers
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents
 from ..plan.state_runs import runs_of
@@ -119,7 +119,7 @@ class _ByDocuments:
 
     def output(self, hidden: Tensor, kwargs: dict[str, Any]) -> Any:
         """Returns the output of the mixer, alone or as its own forward returns it."""
-        ring, now = attached_ring(self.module), forward_pass_of(self.config)
+        ring, now = attachment_of(self.module).ring, forward_pass_of(self.config)
         if ring is not None and ring.world_size > 1 and not (now is not None and now.whole):
             if now is None:
                 raise RuntimeError(

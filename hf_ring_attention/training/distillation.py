@@ -18,7 +18,7 @@ from ..hf.lm_loss import IGNORED
 from ..hf.on_use import values_of
 from ..hf.output_layer import wrap_head
 from ..hf.support import check_predicts_next
-from ..hf.wrappers import attachment_of, evaluating, unwrapped, whole_model, wrapped_modules
+from ..hf.wrappers import ATTACHMENT, evaluating, unwrapped, whole_model, wrapped_modules
 
 
 def distillation_loss(
@@ -54,7 +54,7 @@ def distillation_loss(
     """
     inner = whole_model(model, "distillation_loss")
     check_predicts_next(inner, "distillation_loss")
-    if attachment_of(inner) is None:
+    if not hasattr(inner, ATTACHMENT):
         raise ValueError(f"distillation_loss: {type(inner).__name__} has no pattern to learn: call ra.patch_model")
     if not any(isinstance(batch.get(name), Tensor) for name in ("labels", "shift_labels")):
         raise ValueError(f"distillation_loss: expected labels in the batch, got {sorted(map(str, batch))}")

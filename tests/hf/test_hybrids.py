@@ -12,7 +12,7 @@ from hf_ring_attention.compute.private import checkpoint_activations
 from hf_ring_attention.hf.cache import cache_argument, cache_in
 from hf_ring_attention.hf.config import warn_once
 from hf_ring_attention.hf.hybrid_types import MIXERS
-from hf_ring_attention.hf.rows import documents_of_rows
+from hf_ring_attention.hf.rows import rows_of_call
 from hf_ring_attention.hybrids import mixers, states
 from hf_ring_attention.hybrids import models as hybrid_models
 from hf_ring_attention.hybrids.models import mixers_of
@@ -161,7 +161,7 @@ def test_layouts_that_know_the_documents(model_type):
     eager, models = tiny_model(model_type, "eager"), [tiny_model(model_type, "eager") for _ in range(3)]
     inputs, labels = batch("packed")
     expected = alone(eager, inputs, labels)
-    documents = documents_of_rows(1, inputs["position_ids"], None)[0]
+    documents = rows_of_call(eager, labels, {"position_ids": inputs["position_ids"]}).documents
 
     def work(ring):
         model = ra.patch_model(models[ring.rank], ring=ring)

@@ -19,7 +19,7 @@ import hf_ring_attention as ra
 from hf_ring_attention.hf.cache import cache_argument
 from hf_ring_attention.hf.forward_pass import running
 from hf_ring_attention.hf.masks import tokens_of
-from hf_ring_attention.hf.rows import documents_of_rows
+from hf_ring_attention.hf.rows import rows_of_call
 
 from ..support.probe import TOKENS, distance
 from ..support.ranks import on_ranks
@@ -219,9 +219,12 @@ def test_other_mask_functions_are_refused(create, model_type, functions, kinds):
     ],
 )
 def test_contradicting_collators(ends, numbers, match):
-    ends = None if ends is None else torch.tensor(ends, dtype=torch.int32)
+    described = {
+        "cu_seq_lens_q": None if ends is None else torch.tensor(ends, dtype=torch.int32),
+        "seq_idx": None if numbers is None else torch.tensor(numbers),
+    }
     with pytest.raises(ValueError, match=match):
-        documents_of_rows(1, None, None, 0, ends, None if numbers is None else torch.tensor(numbers), TOKENS)
+        rows_of_call(torch.nn.Module(), torch.zeros(1, TOKENS), described)
 
 
 def test_a_collator_that_contradicts_the_mask():

@@ -26,13 +26,9 @@ from transformers.modeling_outputs import CausalLMOutput
 import hf_ring_attention as ra
 from hf_ring_attention.hf import loss_bytes
 from hf_ring_attention.hf.config import warn_once
-<<<<<<< /tmp/a.py
 from hf_ring_attention.hf.loss_bytes import LEAST_BYTES, tokens_at_once
-from hf_ring_attention.hf.on_use import OnUse, Values
-=======
 from hf_ring_attention.hf.on_use import OnUse
 from hf_ring_attention.hf.values import Values
->>>>>>> /tmp/c.py
 from hf_ring_attention.hf.wrappers import runner_of
 from tests.support.probe import batch
 from tests.support.ranks import on_ranks, run_ranks

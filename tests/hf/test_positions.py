@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.rows import documents_of_rows, first_position
+from hf_ring_attention.hf.rows import first_position, rows_of_call
 from hf_ring_attention.hf.wrappers import models_of, runner_of
 from tests.support.probe import distance
 from tests.support.ranks import on_ranks
@@ -83,11 +83,16 @@ def test_sound_between_frames_begins_no_document():
     """Its positions go back to those of the frames before it, in time, height and width."""
     times = torch.tensor([0, 1, 2, 2, 27, 27, *range(2, 27), 0, 1])
     rows = torch.stack([times, times + (times == 27), times]).expand(2, 3, -1).movedim(0, 1)
-    assert documents_of_rows(2, rows, None)[0] == (((0, 31), (31, 33)),) * 2
-    assert documents_of_rows(2, rows[:, :1, :31], None)[0] is None
+
+    def documents(positions, mask=None):
+        arguments = {"position_ids": positions, "attention_mask": mask}
+        return rows_of_call(torch.nn.Module(), torch.zeros(2, positions.shape[-1]), arguments).documents
+
+    assert documents(rows) == (((0, 31), (31, 33)),) * 2
+    assert documents(rows[:, :1, :31]) is None
     mask = torch.ones(2, 33).long()
     mask[1, :2] = mask[0, -2:] = 0
-    assert documents_of_rows(2, rows, mask)[0] == (((0, 31),), ((2, 31), (31, 33)))
+    assert documents(rows, mask) == (((0, 31),), ((2, 31), (31, 33)))
 
 
 DOCUMENTS = ((0, 10), (10, 11), (11, 24))

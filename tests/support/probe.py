@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hf_ring_attention.hf.hybrid_types import MIXERS
 from hf_ring_attention.hf.models import ModelSupport
 from hf_ring_attention.hf.patch import patch_model
-from hf_ring_attention.hf.rows import documents_from_mask, documents_of_rows, first_position
+from hf_ring_attention.hf.rows import documents_from_mask, first_position, rows_of_call
 from hf_ring_attention.hf.wrappers import runner_of
 from hf_ring_attention.ring.ring import Ring
 from tests.support.ranks import run_simulated
@@ -89,8 +89,8 @@ def errors(answer: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dic
 
 def alone(model: PreTrainedModel, inputs: Mapping[str, Tensor], labels: Tensor) -> Answer:
     """Returns the answer to packed or padded rows, from a forward pass of its own for each document, without its padding."""
-    mask, positions = inputs.get("attention_mask", torch.ones_like(labels)), inputs["position_ids"]
-    rows = documents_of_rows(len(labels), positions, mask, int(positions.min()))[0] or documents_from_mask(mask)
+    mask = inputs.get("attention_mask", torch.ones_like(labels))
+    rows = rows_of_call(runner_of(model), labels, inputs).documents or documents_from_mask(mask)
     logits: list[Tensor] = []
     gradients: dict[str, Tensor] = {}
     for row, (start, stop) in ((row, span) for row, spans in enumerate(rows) for span in spans):

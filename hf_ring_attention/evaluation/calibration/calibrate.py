@@ -19,7 +19,7 @@ from ...hf.config import patch_config
 from ...hf.patch import patch_model
 from ...hf.registration import IMPLEMENTATION
 from ...hf.support import check_predicts_next
-from ...hf.wrappers import attached_ring, tensor_parallel_mesh, whole_model
+from ...hf.wrappers import attachment_of, tensor_parallel_mesh, whole_model
 from ...plan.branches import check_choice, check_count
 from ...plan.patterns import Pattern, as_pattern
 from ...ring.ring import Ring
@@ -110,7 +110,7 @@ def calibrate(
         >>> model = ra.patch_model(tiny_llama(), chosen)
     """
     inner = whole_model(model, "calibrate")
-    served = ring or attached_ring(inner) or Ring.alone()
+    served = ring or attachment_of(inner).ring or Ring.alone()
     with served.agreement("calibrate") as call:
         check_predicts_next(inner, "calibrate")
         mesh = tensor_parallel_mesh(inner)
