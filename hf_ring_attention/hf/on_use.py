@@ -58,10 +58,6 @@ _OF_GRADIENTS = {_X.register_hook, _X.retain_grad}
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.view.default)
 
 
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
 def _no_base() -> None:
     """The base of tensors with memory of their own."""
 
@@ -105,7 +101,8 @@ class OnUse(Tensor):
         if self.formed is None:
             values, base = self.content, self.base()
             values.warn()
-            kept = contextlib.nullcontext() if saved_tensor_hooks() is None else saved_tensors_hooks(_same, _same)
+            plain = saved_tensors_hooks(lambda x: x, lambda x: x)
+            kept = contextlib.nullcontext() if saved_tensor_hooks() is None else plain
             # A function that is checkpointed finds it formed when it runs again.
             with kept, torch.inference_mode(values.part.is_inference()), torch.set_grad_enabled(values.recorded):
                 self.formed = values.of_tokens(values.part, self.numbers) if base is None else self.of_base(base.form())
@@ -232,10 +229,7 @@ def _computed(x: Any) -> Any:
 
 
 def is_wrapped(x: OnUse) -> bool:
-    """Returns whether a function of autograd has returned this tensor, so the gradient goes through its backward.
-
-    One function of FSDP 2 only marks the place where backward has passed a module.
-    """
+    """Returns whether autograd must go through a function that returned this tensor; one of FSDP 2 only marks a place."""
     with plain_tensors():
         known = ("_ConnectedBackward", "_FollowedBackward", "RegisterPostBackwardFunctionBackward")
         return x.requires_grad and type(x.grad_fn).__name__ not in known
