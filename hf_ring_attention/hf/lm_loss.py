@@ -54,6 +54,7 @@ def sum_in_slices(values: Values, labels: Tensor, ignore_index: int, label_smoot
     origin, rows = values.origin, values.origin.rows
     of_slice = origin.of_slice or partial(cross_entropy, ignore_index=ignore_index, label_smoothing=label_smoothing)
     if rows is not None and rows.layout is not None:
+        _check_labels(labels, ignore_index, values.sample.shape[-1])
         labels = origin.ring.shard(labels, rows.layout, fill=ignore_index)
     if not origin.sliced and origin.ring.rank == 0:
         warn_once(f"{origin.name} computes its loss in slices of tokens, on each rank's part of the rows", logging.INFO)
@@ -66,6 +67,16 @@ def sum_in_slices(values: Values, labels: Tensor, ignore_index: int, label_smoot
         token = values.part[:1, :1].detach()
         total = run(None) if values.head is None else call_of(values.head)(token, **{INSTEAD: run})
     return origin.ring.side_by_side(total[None], 0).sum()
+
+
+def _check_labels(labels: Tensor, ignore_index: int, vocabulary: int) -> None:
+    """Refuses labels beyond the vocabulary on all ranks; on a GPU, torch ends the process that computes with one."""
+    wrong = (labels != ignore_index) & ((labels < 0) | (labels >= vocabulary))
+    if labels.device.type == "cpu" and bool(wrong.any()):
+        got = labels[wrong][0].item()
+        raise ValueError(
+            f"labels must be from 0 to {vocabulary - 1}, or {ignore_index} for tokens to leave out, got {got}"
+        )
 
 
 def _sum(

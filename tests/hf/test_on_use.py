@@ -780,3 +780,14 @@ def test_slices_are_as_large_as_the_hidden_states(monkeypatch):
     ra.patch_model(model, "exact", ring=ra.Ring.alone())(**tokens())
     most = 1 << (-(-2 * LENGTH // -(-VOCAB // WIDTH)) - 1).bit_length()
     assert sizes == [1, *[most] * (2 * LENGTH // most), 2 * LENGTH % most]
+
+
+def test_a_label_beyond_the_vocabulary_is_refused_on_all_ranks():
+    inputs = tokens()
+    inputs["labels"][1, -1] = VOCAB
+
+    def work(ring, model):
+        with pytest.raises(ValueError, match=r"labels must be from 0 to 96, or -100 .*, got 97"):
+            model(**inputs)
+
+    on_ranks(work, own_llama)
