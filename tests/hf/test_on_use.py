@@ -7,6 +7,7 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -31,7 +32,7 @@ from hf_ring_attention.hf.on_use import OnUse
 from hf_ring_attention.hf.values import Values
 from hf_ring_attention.hf.wrappers import runner_of
 from tests.support.probe import batch
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks, run_ranks, run_simulated
 from tests.support.threads import in_threads
 from tests.support.tiny_models import CAUSAL_TYPES, NOT_BUILT, tiny_config, tiny_model
 from tests.support.tolerance import EXACT, allowed, assert_exact, distance, float64
@@ -791,3 +792,37 @@ def test_a_label_beyond_the_vocabulary_is_refused_on_all_ranks():
             model(**inputs)
 
     on_ranks(work, own_llama)
+
+
+ADAPTERS = {
+    "LoRA": {"target_modules": ["q_proj", "lm_head"]},
+    "DoRA": {"target_modules": ["q_proj", "lm_head"], "use_dora": True},
+    "a copy": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+}
+
+
+@in_float64
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_of_the_output_layer(name):
+    """Added after `patch_model`."""
+
+    def make(ring=None):
+        model = own_model(rolled)
+        if ring is not None:
+            ra.patch_model(model, "exact", ring=ring)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            return get_peft_model(model, LoraConfig(r=2, init_lora_weights=False, **ADAPTERS[name])).eval()
+
+    expected = step(make(), tokens())
+    assert any("lm_head" in parameter for parameter in expected[2])
+    models = [make(ring) for ring in ra.simulate(2)]
+
+    def work(ring):
+        model = models[ring.rank]
+        ra.patch_model(model, ring=ring)
+        loss, _, gradients = step(model, tokens())
+        return loss, None, averaged(ring, gradients)
+
+    for found in run_simulated(work, 2):
+        assert_same(found, expected)
