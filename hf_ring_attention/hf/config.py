@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pkgutil import resolve_name
 from typing import Any, Protocol, runtime_checkable
 
@@ -50,7 +49,7 @@ class PatternsOfLayers(Protocol):
 
 
 @dataclass(frozen=True)
-class _Patterns:
+class Patterns:
     """The patterns in a config's `ring_dilated`: one for all layers, if there is one, and the patterns of single layers."""
 
     pattern: Pattern | None
@@ -60,27 +59,40 @@ class _Patterns:
         layers = "; ".join(f"layer {number}: {pattern}" for number, pattern in sorted(self.layers.items()))
         return f"the pattern {self.pattern or Pattern.exact()}" + (f" ({layers})" if layers else "")
 
+    def all(self) -> list[Pattern]:
+        """Returns the pattern of all layers, if there is one, and those of single layers."""
+        return [*filter(None, (self.pattern, *self.layers.values()))]
+
     def check(self, config: PretrainedConfig) -> None:
         """Refuses patterns of other key/value heads than a config has; if it names none, they are checked in the layers."""
-        heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
-        for pattern in filter(None, (self.pattern, *self.layers.values())):
-            if isinstance(heads, int):
-                pattern.check_heads(heads, class_name(config))
+        heads: Any = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+        for pattern in self.all() if isinstance(heads, int) else ():
+            pattern.check_heads(heads, class_name(config))
+
+    def set_in(self, config: PretrainedConfig) -> PretrainedConfig:
+        """Writes the patterns into a config, and makes "ring_dilated" its implementation."""
+        text_config = config.get_text_config()
+        settings = {} if self.pattern is None else {"pattern": str(self.pattern)}
+        layers = {str(number): str(pattern) for number, pattern in self.layers.items()}
+        setattr(text_config, IMPLEMENTATION, {**settings, **({"layers": layers} if layers else {}), "hint": _HINT})
+        set_implementation(text_config, IMPLEMENTATION)
+        keep_implementation(config)
+        return config
 
 
 def layer_pattern(config: Any, layer: int | None, of_model: Branch | None = None) -> Pattern:
-    """Returns what `patch_config` set for a layer, else its own window or chunks `of_model`, else what was set for all."""
+    """Returns the layer's pattern; else the model's window or chunks `of_model`; else the pattern of all layers."""
     patterns = _patterns(config)
     if layer is not None and layer in patterns.layers:
         return patterns.layers[layer]
-    if of_model is not None or patterns.pattern is None:
-        if of_model is None and layer is not None and patterns.layers:
-            raise ValueError(
-                f"{class_name(config)}: expected a pattern for layer {layer}, found patterns for layers "
-                f"{sorted(patterns.layers)} only: call ra.patch_config with one for it"
-            )
-        return Pattern.exact() if of_model is None else Pattern((of_model,))
-    return patterns.pattern
+    if of_model is not None:
+        return Pattern((of_model,))
+    if patterns.pattern is None and patterns.layers and layer is not None:
+        raise ValueError(
+            f"{class_name(config)}: expected a pattern for layer {layer}, found patterns for layers "
+            f"{sorted(patterns.layers)} only: call ra.patch_config with one for it"
+        )
+    return patterns.pattern or Pattern.exact()
 
 
 def patterns_of_layers(config: Any) -> Mapping[int, Pattern]:
@@ -89,20 +101,20 @@ def patterns_of_layers(config: Any) -> Mapping[int, Pattern]:
 
 
 #: Cache: parsed patterns, by the text of a config's attribute, because each layer asks at every token that is generated.
-_parsed_before: dict[str, _Patterns] = {}
+_parsed_before: dict[str, Patterns] = {}
 
 
-def _patterns(config: Any) -> _Patterns:
+def _patterns(config: Any) -> Patterns:
     settings = settings_of(config)
     if settings is None:
-        return _Patterns(None, {})
+        return Patterns(None, {})
     key = repr(settings)
     if len(_parsed_before) >= 256:
         _parsed_before.clear()
     return _parsed_before.get(key) or _parsed_before.setdefault(key, _parsed(settings))
 
 
-def _parsed(settings: Any) -> _Patterns:
+def _parsed(settings: Any) -> Patterns:
     """Parses every key: an ignored key would mean exact attention instead of a pattern."""
     try:
         keys = {*settings} - {"hint"} if isinstance(settings, Mapping) else set()
@@ -112,8 +124,10 @@ def _parsed(settings: Any) -> _Patterns:
         numbers = [*layers] if isinstance(layers, Mapping) else [layers]
         if not all(isinstance(number, str) and re.fullmatch("[0-9]{1,6}", number) for number in numbers):
             raise ValueError("'layers' must be a dict by layer number, written as text as in JSON: {'0': ...}")
-        pattern = Pattern.from_dict(settings["pattern"]) if "pattern" in settings else None
-        return _Patterns(pattern, {int(number): Pattern.from_dict(layers[number]) for number in numbers})
+        pattern = _pattern_in(settings["pattern"]) if "pattern" in settings else None
+        if pattern is None and any(isinstance(layer, Mapping) for layer in layers.values()):
+            pattern = Pattern.exact()  # Of version 0.2, which wrote only what was set; other layers were exact.
+        return Patterns(pattern, {int(number): _pattern_in(layers[number]) for number in numbers})
     except ValueError as error:
         raise ValueError(
             f"config.{IMPLEMENTATION} must be as ra.patch_config writes it, got {settings!r}: {error}: call ra.patch_config, "
@@ -121,17 +135,18 @@ def _parsed(settings: Any) -> _Patterns:
         ) from error
 
 
-class ComputedOnCopy:
-    """A value that is computed from a model's config when it is saved: Transformers and PEFT write deep copies of fields."""
+def _pattern_in(saved: Any) -> Pattern:
+    """Returns a pattern that is saved as its text, or as a dict by version 0.2."""
+    return Pattern.from_dict(saved) if isinstance(saved, Mapping) else Pattern.parse(saved)
 
-    def __init__(self, config: PretrainedConfig, value: Callable[..., Any], *arguments: Any) -> None:
-        self.config, self.value, self.arguments = config, value, arguments
+
+class ComputedOnCopy(partial[Any]):
+    """A function of a model's config, called when it is saved: Transformers and PEFT write deep copies of fields."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        config_copy = memo.get(id(self.config))
-        if config_copy is not None:  # The config itself is copied, and its copy keeps such a value.
-            return ComputedOnCopy(config_copy, self.value, *self.arguments)
-        return self.value(self.config, *self.arguments)
+        config = memo.get(id(self.args[0]))
+        # If the config itself is copied, its copy keeps such a function.
+        return self() if config is None else ComputedOnCopy(self.func, config, *self.args[1:])
 
 
 def _saved_implementation(config: PretrainedConfig) -> Any:
@@ -151,7 +166,7 @@ def implementation_argument(config: PretrainedConfig) -> Any:
 
 def keep_implementation(config: PretrainedConfig) -> None:
     """Makes a config write that its model computes with "ring_dilated": where the package is, it loads as it was."""
-    setattr(config, _IMPLEMENTATION, ComputedOnCopy(config, _saved_implementation))
+    setattr(config, _IMPLEMENTATION, ComputedOnCopy(_saved_implementation, config))
 
 
 def has_only_exact_attention(config: PretrainedConfig) -> bool:
@@ -160,18 +175,18 @@ def has_only_exact_attention(config: PretrainedConfig) -> bool:
         patterns = _patterns(config)
     except ValueError:
         return False  # It is refused as soon as it is computed.
-    exact = all(pattern in (None, Pattern.exact()) for pattern in (patterns.pattern, *patterns.layers.values()))
+    exact = all(pattern == Pattern.exact() for pattern in patterns.all())
     return exact and not (patterns.layers and _has_windows(config))
 
 
-def check_settings(settings: Any, config: PretrainedConfig, owner: str) -> str:
-    """Checks settings that were saved, for a text model with this config, and returns a text that names their patterns."""
+def read_patterns(settings: Any, config: PretrainedConfig, owner: str) -> Patterns:
+    """Returns the patterns in settings that were saved, for a text model with this config; errors begin with the owner."""
     try:
         patterns = _parsed(settings)
         patterns.check(config)
     except ValueError as error:
         raise ValueError(f"{owner}: {error}") from error
-    return str(patterns)
+    return patterns
 
 
 def settings_of(config: PretrainedConfig) -> Mapping[str, Any] | None:
@@ -180,13 +195,9 @@ def settings_of(config: PretrainedConfig) -> Mapping[str, Any] | None:
     return settings
 
 
-def use_settings(config: PretrainedConfig, settings: Mapping[str, Any]) -> PretrainedConfig:
-    """Gives a config settings that were checked, and makes "ring_dilated" its implementation."""
-    text_config = config.get_text_config()
-    setattr(text_config, IMPLEMENTATION, {**copy.deepcopy(dict(settings)), "hint": _HINT})
-    set_implementation(text_config, IMPLEMENTATION)
-    keep_implementation(config)
-    return config
+def use_settings(config: PretrainedConfig, settings: Mapping[str, Any] | None) -> PretrainedConfig:
+    """Gives a config settings that were saved, and makes "ring_dilated" its implementation."""
+    return _parsed(settings).set_in(config)
 
 
 @lru_cache(maxsize=256)
@@ -197,8 +208,7 @@ def warn_once(text: str, level: int = logging.WARNING) -> None:
 
 def fewest_last_of(config: Any) -> int | None:
     """Returns how many of a document's last tokens see every key in all layers that have a `Last`; None if no layer has one."""
-    patterns = _patterns(config)
-    found = [fewest_last(pattern) for pattern in (patterns.pattern, *patterns.layers.values()) if pattern is not None]
+    found = map(fewest_last, _patterns(config).all())
     return min((tokens for tokens in found if tokens is not None), default=None)
 
 
@@ -240,23 +250,21 @@ def patch_config(
     before, count = _patterns(text_config), text_config.num_hidden_layers
     if isinstance(pattern, PatternsOfLayers):
         _check_calibration(pattern, text_config)
-        patterns = _Patterns(None, pattern.layers)
+        patterns = Patterns(None, pattern.layers)
     elif isinstance(pattern, Sequence) and not isinstance(pattern, str):
         if len(pattern) != count:
             raise ValueError(f"patch_config: a list needs one pattern for each of {count} layers, got {len(pattern)}")
-        patterns = _Patterns(None, {number: as_pattern(one, "patch_config") for number, one in enumerate(pattern)})
+        patterns = Patterns(None, {number: as_pattern(one, "patch_config") for number, one in enumerate(pattern)})
     else:
         pattern = as_pattern(pattern, "patch_config")
         own = dict.fromkeys(_checked_layers(layers, count), pattern)
         by_layer, others = {**before.layers, **own}, before.pattern or Pattern.exact()
         as_a_list = len(by_layer) == count and others == Pattern.exact()
-        patterns = _Patterns(None if as_a_list else others, by_layer) if own else _Patterns(pattern, {})
+        patterns = Patterns(None if as_a_list else others, by_layer) if own else Patterns(pattern, {})
     if layers is not None and not isinstance(pattern, Pattern):
         raise ValueError("patch_config: a list or a calibration has patterns for layers of its own: leave layers out")
     patterns.check(text_config)
-    of_layers = {str(number): pattern.to_dict() for number, pattern in patterns.layers.items()}
-    of_all = {} if patterns.pattern is None else {"pattern": patterns.pattern.to_dict()}
-    return use_settings(config, of_all | ({"layers": of_layers} if of_layers else {}))
+    return patterns.set_in(config)
 
 
 def _checked_layers(layers: Iterable[int] | None, count: int) -> Iterator[int]:

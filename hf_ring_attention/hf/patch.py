@@ -19,13 +19,13 @@ from ..ring.ring import Ring
 from .cache import cache_in, tokens_skipped
 from .config import (
     ComputedOnCopy,
+    Patterns,
     PatternsOfLayers,
-    check_settings,
     has_only_exact_attention,
     implementation_argument,
     keep_implementation,
-    layer_pattern,
     patch_config,
+    read_patterns,
     settings_of,
     use_settings,
     warn_once,
@@ -42,74 +42,60 @@ _FIELD = "auto_mapping"
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def _with_pattern(config: PretrainedConfig, mapping: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the dict that PEFT saves, with the pattern that the model of this config has now."""
-    text_config = config.get_text_config()
-    settings, saved = settings_of(text_config), dict(mapping)
-    if settings is not None and implementation_of(text_config) == IMPLEMENTATION:
-        saved.pop(IMPLEMENTATION, None)
-        if not has_only_exact_attention(text_config):
-            saved[IMPLEMENTATION] = settings
-    return saved or None
-
-
 def check_adapters(adapters: Mapping[str, Any], config: PretrainedConfig) -> None:
     """Logs adapters that were trained under another pattern than their model computes, and has the pattern saved with them."""
     text_config = config.get_text_config()
-    implementation, settings = implementation_of(text_config), settings_of(text_config)
-    own, remedy = f"attention by {implementation!r}", "model"
-    if settings is not None and implementation == IMPLEMENTATION:
-        own, remedy = check_settings(settings, text_config, "patch_model"), "model, pattern"
-    for name, (_, trained) in _saved_in(adapters, text_config).items():
-        if own != trained:
+    own, remedy = f"attention by {implementation_of(text_config)!r}", "model"
+    if _computes_patterns(text_config):
+        own, remedy = str(read_patterns(settings_of(text_config), text_config, "patch_model")), "model, pattern"
+    for name, trained in _trained_under(adapters, text_config).items():
+        if own != str(trained):
             warn_once(
                 f"adapter {name!r} was trained under {trained}, and its model computes {own}: call ra.patch_model({remedy}) "
                 f"for the pattern of the adapter"
             )
-    remember_pattern(adapters, config)
+    _save_pattern_with(adapters, config)
 
 
-def remember_pattern(adapters: Mapping[str, Any], config: PretrainedConfig) -> None:
-    """Has the pattern of a model saved with its adapters, whatever it is then."""
+def _computes_patterns(config: PretrainedConfig) -> bool:
+    return settings_of(config) is not None and implementation_of(config) == IMPLEMENTATION
+
+
+def _save_pattern_with(adapters: Mapping[str, Any], config: PretrainedConfig) -> None:
+    """Has the pattern that a model computes then saved with its adapters."""
     for name, adapter in adapters.items():
         if hasattr(adapter, _FIELD) and (mapping := _mapping_of(adapter)) is not None:
-            setattr(adapter, _FIELD, ComputedOnCopy(config, _with_pattern, mapping))
+            setattr(adapter, _FIELD, ComputedOnCopy(_with_pattern, config, mapping))
         if adapter.task_type is None and not has_only_exact_attention(config.get_text_config()):
             warn_once(f"PEFT saves no pattern with adapter {name!r}, which has no task_type: make it with one")
+
+
+def _with_pattern(config: PretrainedConfig, mapping: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the dict that PEFT saves, with the pattern that the model of this config has now."""
+    text_config = config.get_text_config()
+    saved = dict(mapping)
+    if _computes_patterns(text_config):
+        saved[IMPLEMENTATION] = None if has_only_exact_attention(text_config) else settings_of(text_config)
+    return {key: value for key, value in saved.items() if key != IMPLEMENTATION or value is not None} or None
 
 
 def _mapping_of(adapter: Any) -> Mapping[str, Any] | None:
     """Returns the dict in an adapter's config, as it was loaded; None if PEFT has something else there."""
     mapping = getattr(adapter, _FIELD, None) or {}
-    if isinstance(mapping, ComputedOnCopy):
-        mapping = mapping.arguments[0]
+    mapping = mapping.args[1] if isinstance(mapping, ComputedOnCopy) else mapping
     return mapping if isinstance(mapping, Mapping) else None
 
 
-def use_pattern_of_adapters(model: nn.Module, config: PretrainedConfig) -> None:
-    """Gives a model without a pattern the one that its adapters were trained under, if they name one."""
-    saved = _saved_in(adapters_of(model), config.get_text_config())
-    texts = {name: text for name, (_, text) in saved.items()}
-    if len({*texts.values()}) > 1:
-        raise ValueError(f"patch_model: the adapters were trained under different patterns, {texts}: pass one of them")
-    if saved:
-        use_settings(config, next(iter(saved.values()))[0])
+def _trained_under(adapters: Mapping[str, Any], config: PretrainedConfig) -> dict[str, Patterns]:
+    """Returns the patterns that were saved with adapters, by the adapters' names."""
+    saved = {name: (_mapping_of(adapter) or {}).get(IMPLEMENTATION) for name, adapter in adapters.items()}
+    return {name: read_patterns(x, config, f"adapter {name!r}") for name, x in saved.items() if x is not None}
 
 
-def adapters_of(model: nn.Module) -> Mapping[str, Any]:
+def _adapters_of(model: nn.Module) -> Mapping[str, Any]:
     """Returns PEFT's configs of a model's adapters by their names, whether PEFT or Transformers has added them."""
     found = (getattr(module, "peft_config", None) for module in wrapped_modules(model))
     return next((configs for configs in found if isinstance(configs, Mapping)), {})
-
-
-def _saved_in(adapters: Mapping[str, Any], config: PretrainedConfig) -> dict[str, tuple[Mapping[str, Any], str]]:
-    """Returns the settings that were saved with adapters, and their texts, by the adapters' names."""
-    saved = {}
-    for name, adapter in adapters.items():
-        settings = (_mapping_of(adapter) or {}).get(IMPLEMENTATION)
-        if settings is not None:
-            saved[name] = settings, check_settings(settings, config, f"adapter {name!r}")
-    return saved
 
 
 def patch_model(
@@ -158,17 +144,21 @@ def patch_model(
     if ring is not None:
         check_ring(inner, ring)
     kernel_name = _kernel_of(inner, ring, kernel)
-    config = inner.config.get_text_config()
+    config, adapters = inner.config.get_text_config(), _adapters_of(model)
     if pattern is not None:
         patch_config(inner.config, pattern)
-    elif settings_of(config) is None:
-        use_pattern_of_adapters(model, inner.config)
-    layer_pattern(config, None)  # A config that is not understood is refused before the model is changed.
+    elif settings_of(config) is not None:
+        use_settings(inner.config, settings_of(config))  # Settings that are not understood are refused before all else.
+    else:
+        trained = _trained_under(adapters, config)
+        if len({*map(str, trained.values())}) > 1:
+            texts = {name: str(patterns) for name, patterns in trained.items()}
+            raise ValueError(f"patch_model: adapters were trained under different patterns, {texts}: pass one of them")
+        for patterns in trained.values():
+            patterns.set_in(inner.config)
     set_implementation(config, IMPLEMENTATION)
     set_implementation_of_parts(inner, implementation_argument(inner.config))
-    if settings_of(config) is not None:
-        keep_implementation(inner.config)
-    remember_pattern(adapters_of(model), inner.config)
+    _save_pattern_with(adapters, inner.config)
     attach_ring(inner, ring, kernel_name)
     hybrids = hybrids_of(config)
     if hybrids is not None:
@@ -198,7 +188,7 @@ def check_made_model(model: PreTrainedModel) -> None:
     text_config = model.config.get_text_config()
     settings, implementation = settings_of(text_config), implementation_of(text_config)
     if settings is not None:
-        check_settings(settings, text_config, type(model).__name__)
+        read_patterns(settings, text_config, type(model).__name__)
     if implementation == IMPLEMENTATION:
         keep_implementation(model.config)
     elif not has_only_exact_attention(text_config):

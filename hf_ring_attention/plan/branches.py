@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
@@ -228,30 +227,7 @@ class Last(_Counted):
 
 Branch = Segment | Window | Sink | Last
 
-#: By the names that a pattern's dict and text have for them.
+#: By their names in the text of a pattern.
 BRANCHES: dict[str, type[Branch]] = {"segment": Segment, "window": Window, "sink": Sink, "last": Last}
 
 BRANCH_TYPES = tuple(BRANCHES.values())
-
-
-def pyramid_branches(window: int, levels: int, ratio: int = 4, sinks: int = 4) -> tuple[Branch, ...]:
-    """Returns the branches of `Pattern.pyramid`."""
-    check_count("Pattern.pyramid", "window", window)
-    # With a ratio of 2, the window of the last level is then as long as any sequence can be.
-    check_count("Pattern.pyramid", "levels", levels, most=LARGEST.bit_length())
-    check_count("Pattern.pyramid", "ratio", ratio)
-    check_count("Pattern.pyramid", "window * ratio ** (levels - 1)", window * ratio ** (levels - 1))
-    check_count("Pattern.pyramid", "sinks", sinks, least=0)
-    windows = (Window(window * ratio**level, ratio**level) for level in range(levels))
-    return (*((Sink(sinks),) if sinks else ()), *windows)
-
-
-def longnet_branches(segment_lengths: Sequence[int | None], dilation_rates: Sequence[int]) -> tuple[Branch, ...]:
-    """Returns the branches of `Pattern.longnet`."""
-    lengths, rates = list(segment_lengths), list(dilation_rates)
-    if len(lengths) != len(rates):
-        raise ValueError(
-            f"Pattern.longnet: as many dilation_rates as segment_lengths are needed, got {len(rates)} for {len(lengths)}: "
-            f"{rates} and {lengths}"
-        )
-    return tuple(map(Segment, lengths, rates))

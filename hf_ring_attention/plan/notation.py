@@ -21,10 +21,10 @@ import difflib
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any
 
-from .branches import BRANCHES, Branch, Last, Segment, Sink, Window, longnet_branches, pyramid_branches
+from .branches import BRANCHES, Branch, Last, Segment, Sink, Window
 
 _BRANCH_FORMS = (
     "sink=TOKENS, window=LENGTH[/DILATION][:QUERIES], segment=LENGTH[/DILATION][:QUERIES] or last=TOKENS, with commas"
@@ -52,13 +52,16 @@ _MOST_DIGITS = 19
 _LONGEST_SHOWN = 200
 
 
-def read(text: str) -> tuple[tuple[Branch, ...], dict[str, Any]]:
-    """Returns the branches of a text, and the values of `Pattern` that it sets."""
+def read(text: str, patterns: Any) -> Any:
+    """Returns the pattern of a text; `patterns` is the class `Pattern`, whose constructors texts name."""
     if not isinstance(text, str):
-        raise ValueError(f"a pattern or its text was expected, got {shown(text)}. A text is one of: {FORMS}")
+        raise ValueError(f"pattern must be a Pattern, or its text such as 'window:512+4', got {text!r}")
+    if text.strip().startswith("kv"):
+        texts = _texts_of_heads(text)
+        made = {of_head: read(of_head, patterns) for of_head in {*texts}}
+        return patterns.by_kv_head([made[of_head] for of_head in texts])
     body, *words = text.strip().split("@")
     name, colon, rest = body.partition(":")
-    readers = {"window": _window, "pyramid": _pyramid, "longnet": _longnet, "branches": _branches}
     if name not in _FORMS:
         near = difflib.get_close_matches(name[:_LONGEST_SHOWN], _FORMS, 1)
         if near:
@@ -69,21 +72,21 @@ def read(text: str) -> tuple[tuple[Branch, ...], dict[str, Any]]:
     try:
         if name == "exact" and colon:
             raise ValueError(f"'exact' takes nothing after it, got {shown(rest)}")
-        usual = {"overlap": "count"} if name == "longnet" else {}
-        return (Segment(),) if name == "exact" else readers[name](rest), usual | _settings(words)
+        settings: dict[str, Any] = _settings(words)
+        if name == "branches":
+            return patterns(map(_branch, rest.split(",")), **settings)
+        return replace(getattr(patterns, name)(*_READERS[name](rest)), **settings)
     except ValueError as error:
         raise ValueError(f"pattern {shown(text)} cannot be read: {error}. Its form is {_FORMS[name]}") from None
 
 
-def read_heads(text: str) -> list[str] | None:
-    """Returns the text of each key/value head's pattern, by the heads' numbers; None for a text that heads share."""
-    if not isinstance(text, str) or not text.strip().startswith("kv"):
-        return None
+def _texts_of_heads(text: str) -> list[str]:
+    """Returns the text of each key/value head's pattern, by the heads' numbers."""
     texts: dict[int, str] = {}
     try:
         for part in text.split(";"):
-            match = re.fullmatch(r"\s*kv([0-9,\- ]+)=(.+)", part)
-            if match is None or match.group(2).strip().startswith("kv"):
+            match = re.fullmatch(r"\s*kv([0-9,\- ]+)=(?!\s*kv)\s*(.+)", part)
+            if match is None:
                 raise ValueError(f"kvNUMBERS=PATTERN was expected, got {shown(part)}")
             for number in _head_numbers(match.group(1)):
                 if number in texts:
@@ -118,25 +121,25 @@ def _settings(words: Sequence[str]) -> dict[str, str]:
     return settings
 
 
-def _window(rest: str) -> tuple[Branch, ...]:
+def _window(rest: str) -> tuple[int, ...]:
     length, plus, sinks = rest.partition("+")
-    return (*((Sink(_number(sinks)),) if plus else ()), Window(_number(length)))
+    return _number(length), *((Sink(_number(sinks)).tokens,) if plus else ())
 
 
-def _pyramid(rest: str) -> tuple[Branch, ...]:
+def _pyramid(rest: str) -> list[int]:
     numbers = [_number(number) for number in rest.split(",")]
     if not 2 <= len(numbers) <= 4:
         raise ValueError(f"a pyramid has 2 to 4 numbers, got {len(numbers)}")
-    return pyramid_branches(*numbers)
+    return numbers
 
 
-def _longnet(rest: str) -> tuple[Branch, ...]:
+def _longnet(rest: str) -> tuple[list[int | None], list[int]]:
     pairs = [pair.partition("/") for pair in rest.split(",")]
-    return longnet_branches([_length(length) for length, _, _ in pairs], [_number(rate) for _, _, rate in pairs])
+    return [_length(length) for length, _, _ in pairs], [_number(rate) for _, _, rate in pairs]
 
 
-def _branches(rest: str) -> tuple[Branch, ...]:
-    return tuple(map(_branch, rest.split(",")))
+#: The arguments of `Pattern`'s constructors, by their names.
+_READERS: dict[str, Any] = {"exact": lambda _: (), "window": _window, "pyramid": _pyramid, "longnet": _longnet}
 
 
 def _branch(text: str) -> Branch:
@@ -147,11 +150,13 @@ def _branch(text: str) -> Branch:
         )
     name, length, dilation, queries = match.groups()
     kind: Any = BRANCHES[name]
-    more: dict[str, Any] = {"dilation": _number(dilation)} if dilation else {}
-    more |= {"queries": queries} if queries else {}
-    if not more.keys() <= {field.name for field in fields(kind)}:
-        raise ValueError(f"{name} has a number of tokens and nothing else, got {shown(text)}")
-    branch: Branch = kind(_length(length) if kind is Segment else _number(length), **more)
+    if kind in (Sink, Last):
+        if dilation or queries:
+            raise ValueError(f"{name} has a number of tokens and nothing else, got {shown(text)}")
+        branch: Branch = kind(_number(length))
+    else:
+        number = _length(length) if kind is Segment else _number(length)
+        branch = kind(number, _number(dilation or "1"), queries or kind.queries)
     return branch
 
 

@@ -7,12 +7,14 @@ definition that every other module executes and that the reference implementatio
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, Literal
 
 from . import notation
-from .branches import BRANCH_TYPES, BRANCHES, Branch, Segment, Window, check_choice, longnet_branches, pyramid_branches
+from .branches import BRANCH_TYPES, BRANCHES, LARGEST, Branch, Segment, Sink, Window, check_choice, check_count
 
 Overlap = Literal["count", "once"]
 
@@ -100,13 +102,16 @@ class Pattern:
                 "Pattern: with kv_heads, each head's pattern has the branches, overlap and phase_by: leave them out, or use "
                 "Pattern.by_kv_head"
             )
-        object.__setattr__(self, "kv_heads", tuple(self.kv_heads))
-        for head, pattern in enumerate(self.kv_heads):
+        heads = tuple(self.kv_heads)
+        for head, pattern in enumerate(heads):
             if not isinstance(pattern, Pattern) or pattern.kv_heads:
                 raise ValueError(
                     f"Pattern: kv_heads must be patterns with branches, one for each key/value head, got {pattern!r} for head "
                     f"{head}"
                 )
+        same = {"kv_heads": heads} if len({*heads}) > 1 else vars(heads[0])  # Heads that are the same need no heads.
+        for name, value in same.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def by_kv_head(cls, patterns: Sequence[Pattern | str]) -> Pattern:
@@ -131,7 +136,7 @@ class Pattern:
         heads = tuple(as_pattern(pattern, "Pattern.by_kv_head") for pattern in patterns)
         if not heads:
             raise ValueError("Pattern.by_kv_head: a pattern for each key/value head was expected, got none")
-        return heads[0] if len({*heads}) == 1 and not heads[0].kv_heads else cls((), kv_heads=heads)
+        return cls((), kv_heads=heads)
 
     @property
     def num_kv_heads(self) -> int | None:
@@ -163,7 +168,7 @@ class Pattern:
             >>> print(ra.Pattern.window(512, sinks=4))
             window:512+4
         """
-        return cls(pyramid_branches(length, 1, sinks=sinks))
+        return cls((*_sinks("Pattern.window", sinks), Window(length)))
 
     @classmethod
     def longnet(cls, segment_lengths: Sequence[int | None], dilation_rates: Sequence[int]) -> Pattern:
@@ -178,7 +183,13 @@ class Pattern:
             >>> print(longnet)
             longnet:2048/1,8192/4,all/16
         """
-        return cls(longnet_branches(segment_lengths, dilation_rates), overlap="count")
+        lengths, rates = list(segment_lengths), list(dilation_rates)
+        if len(lengths) != len(rates):
+            raise ValueError(
+                f"Pattern.longnet: as many dilation_rates as segment_lengths are needed, got {len(rates)} for {len(lengths)}: "
+                f"{rates} and {lengths}"
+            )
+        return cls(tuple(map(Segment, lengths, rates)), overlap="count")
 
     @classmethod
     def pyramid(cls, window: int, levels: int, ratio: int = 4, sinks: int = 4) -> Pattern:
@@ -194,7 +205,13 @@ class Pattern:
             >>> ra.Pattern.pyramid(512, levels=2).branches
             (Sink(tokens=4), Window(length=512, dilation=1, queries='all'), Window(length=2048, dilation=4, queries='all'))
         """
-        return cls(pyramid_branches(window, levels, ratio, sinks))
+        check_count("Pattern.pyramid", "window", window)
+        # With a ratio of 2, the window of the last level is then as long as any sequence can be.
+        check_count("Pattern.pyramid", "levels", levels, most=LARGEST.bit_length())
+        check_count("Pattern.pyramid", "ratio", ratio)
+        check_count("Pattern.pyramid", "window * ratio ** (levels - 1)", window * ratio ** (levels - 1))
+        windows = (Window(window * ratio**level, ratio**level) for level in range(levels))
+        return cls((*_sinks("Pattern.pyramid", sinks), *windows))
 
     def phase(self, head: int, *, num_heads: int, num_kv_heads: int) -> int:
         """Returns the phase of a query head: its key/value head's index or its own, by `phase_by`."""
@@ -273,73 +290,61 @@ class Pattern:
             >>> ra.Pattern.parse("window:512+4").branches
             (Sink(tokens=4), Window(length=512, dilation=1, queries='all'))
         """
-        heads = notation.read_heads(text)
-        if heads is not None:
-            patterns = {of_head: cls.parse(of_head) for of_head in heads}
-            return cls.by_kv_head([patterns[of_head] for of_head in heads])
-        branches, settings = notation.read(text)
-        try:
-            return cls(branches, **settings)
-        except ValueError as error:
-            raise ValueError(f"pattern {notation.shown(text)} cannot be made: {error}") from None
+        pattern: Pattern = notation.read(text, cls)
+        return pattern
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the pattern in plain JSON types; `from_dict` reads it back."""
-        if self.kv_heads:
-            return {"kv_heads": [pattern.to_dict() for pattern in self.kv_heads]}
-        names = {kind: name for name, kind in BRANCHES.items()}
-        branches = [{"type": names[type(branch)], **asdict(branch)} for branch in self.branches]
-        return {"branches": branches, "overlap": self.overlap, "phase_by": self.phase_by}
+    def to_dict(self) -> dict[str, str]:
+        """Returns {"pattern": text}; `from_dict` reads it back."""
+        return {"pattern": str(self)}
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> Pattern:
-        """Returns the pattern that `to_dict` wrote.
+        """Returns the pattern that `to_dict` returned; with a warning also one of version 0.2, whose dicts list branches.
 
         Raises:
-            ValueError: unknown or missing keys or branch types, and whatever `Pattern` itself refuses.
+            ValueError: another dict, or a text that names no pattern.
         """
-        if isinstance(d, Mapping) and "kv_heads" in d:
-            _check_keys("Pattern.from_dict", d, ("kv_heads",), ())
-            if not isinstance(d["kv_heads"], Sequence) or isinstance(d["kv_heads"], str) or not d["kv_heads"]:
-                raise ValueError(f"Pattern.from_dict: 'kv_heads' must be a list of dicts, got {d['kv_heads']!r}")
-            if any(isinstance(pattern, Mapping) and "kv_heads" in pattern for pattern in d["kv_heads"]):
-                raise ValueError(
-                    "Pattern.from_dict: the pattern of a head must have branches, got 'kv_heads' inside 'kv_heads'"
-                )
-            return cls.by_kv_head([cls.from_dict(pattern) for pattern in d["kv_heads"]])
-        _check_keys("Pattern.from_dict", d, ("branches",), ("overlap", "phase_by"))
-        if not isinstance(d["branches"], Sequence) or isinstance(d["branches"], str):
-            raise ValueError(f"Pattern.from_dict: 'branches' must be a list of dicts, got {d['branches']!r}")
-        branches = []
-        for number, entry in enumerate(d["branches"]):
-            where = f"Pattern.from_dict: branch {number}"
-            kind_name = entry.get("type") if isinstance(entry, Mapping) else None
-            if not isinstance(kind_name, str) or kind_name not in BRANCHES:
-                raise ValueError(f"{where} must be a dict whose 'type' is one of {sorted(BRANCHES)}, got {entry!r}")
-            kind = BRANCHES[kind_name]
-            required = [field.name for field in fields(kind) if field.default is MISSING]
-            _check_keys(where, entry, ("type", *required), tuple(field.name for field in fields(kind)))
-            branches.append(kind(**{name: value for name, value in entry.items() if name != "type"}))
-        return cls(tuple(branches), **{name: d[name] for name in ("overlap", "phase_by") if name in d})
+        if not isinstance(d, Mapping):
+            raise ValueError(f"Pattern.from_dict: expected a dict, got {d!r}")
+        return as_pattern(d["pattern"], "Pattern.from_dict") if d.keys() == {"pattern"} else _of_version_0_2(d)
 
 
-def _check_keys(where: str, d: object, required: tuple[str, ...], optional: tuple[str, ...]) -> None:
-    if not isinstance(d, Mapping):
-        raise ValueError(f"{where}: expected a dict, got {d!r}")
-    unknown = sorted(str(key) for key in d if key not in required + optional)
-    missing = sorted(key for key in required if key not in d)
-    if unknown or missing:
-        allowed = sorted({*required, *optional})
-        raise ValueError(f"{where}: unknown keys {unknown}, missing keys {missing}; known keys are {allowed}")
+@cache
+def warn_of_version_0_2() -> None:
+    """Logs once that a pattern was saved as a dict."""
+    logging.getLogger(__name__).warning(
+        "patterns were saved by version 0.2, as dicts that the next release will not read; layers without a pattern are exact: "
+        "call ra.patch_model or ra.patch_config, and save them again"
+    )
+
+
+def _of_version_0_2(d: Mapping[str, Any]) -> Pattern:
+    """Returns the pattern of a dict with `branches` and settings, or with such dicts as `kv_heads`."""
+    patterns = []
+    try:
+        for head in map(dict, d["kv_heads"] if d.keys() == {"kv_heads"} else [d]):
+            branches = [BRANCHES[branch.pop("type")](**branch) for branch in map(dict, head.pop("branches"))]
+            patterns.append(Pattern(tuple(branches), head.pop("overlap", "once"), head.pop("phase_by", "kv_head")))
+            if head:
+                raise KeyError(f"unknown keys {sorted(map(str, head))}")
+        pattern = Pattern.by_kv_head(patterns)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"Pattern.from_dict: expected {{'pattern': TEXT}}, or a dict of version 0.2, got keys {sorted(map(str, d))}: "
+            f"{error!r}"
+        ) from None
+    warn_of_version_0_2()
+    return pattern
+
+
+def _sinks(owner: str, tokens: int) -> tuple[Branch, ...]:
+    check_count(owner, "sinks", tokens, least=0)
+    return (Sink(tokens),) if tokens else ()
 
 
 def as_pattern(pattern: Pattern | str, caller: str) -> Pattern:
     """Returns a pattern from a `Pattern` or its text; errors begin with the name of the caller."""
-    if isinstance(pattern, Pattern):
-        return pattern
-    if isinstance(pattern, str):
-        try:
-            return Pattern.parse(pattern)
-        except ValueError as error:
-            raise ValueError(f"{caller}: {error}") from None
-    raise ValueError(f"{caller}: pattern must be a Pattern, or its text such as 'window:512+4', got {pattern!r}")
+    try:
+        return pattern if isinstance(pattern, Pattern) else Pattern.parse(pattern)
+    except ValueError as error:
+        raise ValueError(f"{caller}: {error}") from None

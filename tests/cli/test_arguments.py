@@ -35,7 +35,7 @@ REFUSED = [
     (f"{EXPLAIN} --transport heads --ring-heads 3", "--ring-heads: heads must be a divisor of the ring's"),
     (f"{EXPLAIN} --transport local", "transport='local' serves 1 rank, got 8"),
     (f"{EXPLAIN} --pattern window:x", "pattern 'window:x' cannot be read: a number was expected, got 'x'"),
-    (f"{EXPLAIN} --pattern longnet:64/2", "cannot be made: Pattern: no branch of dilation 1"),
+    (f"{EXPLAIN} --pattern longnet:64/2", "cannot be read: Pattern: no branch of dilation 1"),
     (f"{EXPLAIN} --documents 60,8", "--documents: a row has 64 tokens, and the documents 60 + 8 = 68"),
     (f"{EXPLAIN} --nothing", "unrecognized arguments: --nothing (see hf-ring-attention --help)"),
     ("explode", "invalid choice: 'explode'"),

@@ -14,11 +14,23 @@ from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, LlamaCon
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.config import warn_once
+from hf_ring_attention.plan.patterns import warn_of_version_0_2
 from tests.hf.test_images import seeing
 from tests.support.ranks import TIMEOUT
 from tests.support.tiny_models import VOCAB, tiny_model
 
 PATTERN = ra.Pattern.pyramid(4, levels=2, ratio=2, sinks=1)
+TEXT = str(PATTERN)
+#: As version 0.2 wrote it.
+OF_0_2 = {
+    "branches": [
+        {"type": "sink", "tokens": 1},
+        {"type": "window", "length": 4, "dilation": 1, "queries": "all"},
+        {"type": "window", "length": 8, "dilation": 2, "queries": "all"},
+    ],
+    "overlap": "once",
+    "phase_by": "kv_head",
+}
 LOGGER = "hf_ring_attention.hf.config"
 
 
@@ -108,18 +120,22 @@ def test_patch_config_refuses_models_that_it_cannot_make_compute_a_pattern():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (PATTERN.to_dict(), r"'pattern' or 'layers', got keys \['branches', 'overlap', 'phase_by'\]"),
-        ({"layers": {0: PATTERN.to_dict()}}, "layer number, written as text"),
-        ({"layers": [PATTERN.to_dict()]}, "'layers' must be a dict"),
-        ({"pattern": {}}, r"missing keys \['branches'\]"),
-        ({"pattern": None}, "expected a dict, got None"),
-        ({"layers": {"²": PATTERN.to_dict()}}, "layer number, written as text"),
-        ({"layers": {"1" * 5000: PATTERN.to_dict()}}, "layer number, written as text"),
+        (OF_0_2, r"'pattern' or 'layers', got keys \['branches', 'overlap', 'phase_by'\]"),
+        ({"layers": {0: TEXT}}, "layer number, written as text"),
+        ({"layers": {0: OF_0_2}}, "layer number, written as text"),
+        ({"layers": [TEXT]}, "'layers' must be a dict"),
+        ({"pattern": {}}, r"expected {'pattern': TEXT}, .*got keys \[\]"),
+        ({"pattern": None}, "pattern must be a Pattern, or its text such as .*, got None"),
+        ({"pattern": "windw:4"}, "pattern 'windw:4' is not known: did you mean 'window:4'"),
+        ({"pattern": TEXT, "layers": {"0": None}}, "pattern must be a Pattern, or its text such as .*, got None"),
+        ({"layers": {"²": TEXT}}, "layer number, written as text"),
+        ({"layers": {"1" * 5000: TEXT}}, "layer number, written as text"),
+        ({"pattern": f"window:{2**63}"}, "length must be at most"),
         ({"pattern": {"branches": [{"type": "window", "length": 2**63}]}}, "length must be at most"),
-        ({"pattern": PATTERN.to_dict(), "layer": {}}, r"got keys \['layer', 'pattern'\]"),
+        ({"pattern": TEXT, "layer": {}}, r"got keys \['layer', 'pattern'\]"),
         ({"hint": "import hf_ring_attention"}, r"got keys \[\]"),
         ({}, r"got keys \[\]"),
-        ([PATTERN.to_dict()], "a dict with 'pattern' or 'layers'"),
+        ([TEXT], "a dict with 'pattern' or 'layers'"),
         ("pyramid:4,2", "a dict with 'pattern' or 'layers'"),
     ],
     ids=str,
@@ -135,13 +151,40 @@ def test_a_setting_that_is_not_understood_is_refused(settings, said, tmp_path):
     with pytest.raises(ValueError, match=said):
         ra.patch_config(model.config, PATTERN)
     # It is refused when the model is made, whatever its implementation; JSON has no integer keys.
-    if settings != {"layers": {0: PATTERN.to_dict()}}:
+    if settings not in ({"layers": {0: TEXT}}, {"layers": {0: OF_0_2}}):
         model.config.save_pretrained(tmp_path)
         for implementation in ("ring_dilated", "sdpa"):
             with pytest.raises(ValueError, match=said):
                 AutoModelForCausalLM.from_config(
                     AutoConfig.from_pretrained(tmp_path), attn_implementation=implementation
                 )
+
+
+@pytest.mark.parametrize("layers", [False, True], ids=["all layers", "a layer"])
+def test_patterns_of_version_0_2_are_read_with_a_warning(layers, tmp_path, caplog):
+    """A config that names only some layers computed exact attention in the others."""
+    config = ra.patch_config(tiny_model("llama", "sdpa").config, "exact")
+    config.ring_dilated = {"layers": {"1": OF_0_2}} if layers else {"pattern": OF_0_2}
+    config.save_pretrained(tmp_path / "old")
+    written = json.loads((tmp_path / "old" / "config.json").read_text())
+    assert written["ring_dilated"] == config.ring_dilated and written["attn_implementation"] == "ring_dilated"
+    caplog.clear()
+    warn_of_version_0_2.cache_clear()
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "old")).eval()
+    model.load_state_dict(tiny_model("llama", "sdpa").state_dict())
+    want = ra.patch_model(tiny_model("llama", "sdpa"), ["exact", PATTERN] if layers else PATTERN).eval()
+    ids = tokens()
+    assert torch.equal(logits(model, ids), logits(want, ids))
+    ra.patch_model(model).save_pretrained(tmp_path / "new")
+    (message,) = [text for text in caplog.messages if "0.2" in text]
+    assert "layers without a pattern are exact: call ra.patch_model or ra.patch_config, and save them again" in message
+    warn_of_version_0_2.cache_clear()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "new").eval()
+    assert again.config.ring_dilated == (
+        {"pattern": "exact", "layers": {"1": TEXT}} if layers else {"pattern": TEXT}
+    ) | {"hint": again.config.ring_dilated["hint"]}
+    assert torch.equal(logits(again, ids), logits(want, ids))
+    assert len([text for text in caplog.messages if "0.2" in text]) == 1
 
 
 def test_settings_are_read_again_when_they_change():
@@ -151,7 +194,7 @@ def test_settings_are_read_again_when_they_change():
     exact = logits(model, ids)
     ra.patch_config(model.config, PATTERN)
     dilated = logits(model, ids)
-    model.config.ring_dilated["layers"] = {"0": ra.Pattern.exact().to_dict()}
+    model.config.ring_dilated["layers"] = {"0": "exact"}
     mixed = logits(model, ids)
     del model.config.ring_dilated
     assert torch.equal(logits(model, ids), exact)
@@ -269,7 +312,7 @@ def test_a_model_without_a_pattern_says_once_that_it_attends_exactly(warnings_of
     config = ra.patch_config(AutoConfig.from_pretrained(tmp_path), "window:4+2")
     model = AutoModelForCausalLM.from_pretrained(tmp_path, config=config)
     assert model.config._attn_implementation == "ring_dilated" and not warnings_of(model)
-    assert str(ra.Pattern.from_dict(model.config.ring_dilated["pattern"])) == "window:4+2"
+    assert model.config.ring_dilated["pattern"] == "window:4+2"
 
 
 @pytest.mark.parametrize("pattern", [None, "exact", "window:8"])

@@ -236,8 +236,8 @@ def test_patch_config_replaces_what_was_set():
     config = ra.patch_config(tiny_config("llama"), LONGNET)
     ra.patch_config(config, LONGNET, layers=[0])
     ra.patch_config(config, PYRAMID, layers=[1])
-    want = {"pattern": LONGNET.to_dict(), "layers": {"0": LONGNET.to_dict(), "1": PYRAMID.to_dict()}}
+    want = {"pattern": str(LONGNET), "layers": {"0": str(LONGNET), "1": str(PYRAMID)}}
     hint = {"hint": config.ring_dilated["hint"]}
     assert config.ring_dilated == want | hint
     ra.patch_config(config, PYRAMID)
-    assert config.ring_dilated == {"pattern": PYRAMID.to_dict()} | hint
+    assert config.ring_dilated == PYRAMID.to_dict() | hint

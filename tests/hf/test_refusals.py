@@ -95,7 +95,7 @@ def test_patch_model_of_something_else():
     ("settings", "message"),
     [
         ({"pattern": None}, "pattern must be a Pattern, or its text .*, got None"),
-        ({"pattern": PATTERN.to_dict()}, "pattern must be a Pattern, or its text .*, got {'branches'"),
+        ({"pattern": PATTERN.to_dict()}, "pattern must be a Pattern, or its text .*, got {'pattern'"),
         ({"pattern": PATTERN, "layers": [0, 2]}, r"layers must be integers among 0\.\.1, got 2"),
         ({"pattern": PATTERN, "layers": range(10**12)}, r"layers must be integers among 0\.\.1, got 2"),
         ({"pattern": PATTERN, "layers": [np.int64(1)]}, r"layers must be integers among 0\.\.1, got .*1"),

@@ -10,7 +10,7 @@ import torch
 
 import hf_ring_attention as ra
 from hf_ring_attention.plan.branches import Last, Segment, Sink, Window
-from hf_ring_attention.plan.patterns import Pattern
+from hf_ring_attention.plan.patterns import Pattern, warn_of_version_0_2
 from tests.support.cases import random_pattern
 
 # The table of the definition, from the fields alone: what a branch shows, and how often a key counts.
@@ -108,8 +108,6 @@ def test_settings_and_branches_are_taken_as_they_are_documented():
             Pattern((Segment(),), phase_by=value)
     assert Pattern(branch for branch in (Window(4), Sink(2))) == Pattern((Window(4), Sink(2)))
     assert Pattern(Window(4)) == Pattern((Window(4),))
-    short = {"branches": [{"type": "segment"}, {"type": "window", "length": 8}, {"type": "sink", "tokens": 2}]}
-    assert Pattern.from_dict(short) == Pattern((Segment(), Window(8), Sink(2)))
     assert Pattern.longnet([8, 32, None], [1, 4, 8]).branches == (Segment(8, 1), Segment(32, 4), Segment(None, 8))
 
 
@@ -167,36 +165,61 @@ def test_frozen_hashable_and_a_key_by_value(rng):
 
 def test_dict_of_a_pattern():
     pattern = Pattern((Sink(4), Window(8, 2), Segment()), "count", "query_head")
-    assert pattern.to_dict() == {
-        "branches": [
-            {"type": "sink", "tokens": 4},
-            {"type": "window", "length": 8, "dilation": 2, "queries": "all"},
-            {"type": "segment", "length": None, "dilation": 1, "queries": "dilated"},
-        ],
-        "overlap": "count",
-        "phase_by": "query_head",
-    }
+    assert pattern.to_dict() == {"pattern": "branches:sink=4,window=8/2,segment=all@count@query_head"}
+    assert Pattern.from_dict(pattern.to_dict()) == pattern
+
+
+def test_dicts_of_version_0_2_are_read(caplog):
+    """For one release, with one warning."""
+    warn_of_version_0_2.cache_clear()
+    branches = [
+        {"type": "sink", "tokens": 4},
+        {"type": "window", "length": 8, "dilation": 2, "queries": "all"},
+        {"type": "segment", "length": None, "dilation": 1, "queries": "dilated"},
+        {"type": "last", "tokens": 3},
+    ]
+    whole = {"branches": branches, "overlap": "count", "phase_by": "query_head"}
+    pattern = Pattern((Sink(4), Window(8, 2), Segment(), Last(3)), "count", "query_head")
+    assert Pattern.from_dict(whole) == pattern
+    short = {"branches": [{"type": "segment"}, {"type": "window", "length": 8}, {"type": "sink", "tokens": 2}]}
+    assert Pattern.from_dict(short) == Pattern((Segment(), Window(8), Sink(2)))
+    assert Pattern.from_dict({"kv_heads": [whole, short]}) == Pattern.by_kv_head([pattern, Pattern.from_dict(short)])
+    assert "queries" in branches[1], "dicts are left as they were"
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "saved by version 0.2" in caplog.text and "call ra.patch_model or ra.patch_config, and save" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
         (None, "Pattern.from_dict: expected a dict, got None"),
-        ({"overlap": "once"}, "missing keys ['branches']; known keys are ['branches', 'overlap', 'phase_by']"),
-        ({"branches": [{"type": "segment"}], "phase": 1}, "Pattern.from_dict: unknown keys ['phase'], missing keys []"),
-        ({"branches": [{"type": "segment"}], 7: 1, "x": 2}, "unknown keys ['7', 'x']"),
-        ({"branches": "segment"}, "Pattern.from_dict: 'branches' must be a list of dicts, got 'segment'"),
+        ("exact", "Pattern.from_dict: expected a dict, got 'exact'"),
         (
-            {"branches": ["segment"]},
-            "branch 0 must be a dict whose 'type' is one of ['last', 'segment', 'sink', 'window']",
+            {"pattern": None},
+            "Pattern.from_dict: pattern must be a Pattern, or its text such as 'window:512+4', got None",
         ),
-        ({"branches": [{"type": ["segment"]}]}, "got {'type': ['segment']}"),
-        ({"branches": [{"type": "window"}]}, "branch 0: unknown keys [], missing keys ['length']"),
-        ({"branches": [{"type": "sink", "tokens": 2, "length": 4}]}, "branch 0: unknown keys ['length']"),
-        ({"branches": [{"type": "segment", "rate": 4}]}, "known keys are ['dilation', 'length', 'queries', 'type']"),
+        ({"pattern": "windw:4"}, "Pattern.from_dict: pattern 'windw:4' is not known: did you mean 'window:4'?"),
+        (
+            {"pattern": "exact", "layers": {}},
+            "expected {'pattern': TEXT}, or a dict of version 0.2, got keys ['layers', 'p",
+        ),
+        ({"overlap": "once"}, "got keys ['overlap']: KeyError('branches')"),
+        ({"branches": [{"type": "segment"}], "phase": 1}, "unknown keys ['phase']"),
+        ({"branches": [{"type": "segment"}], 7: 1, "x": 2}, "unknown keys ['7', 'x']"),
+        ({"branches": [{"type": "segment"}], "kv_heads": []}, "unknown keys ['kv_heads']"),
+        ({"branches": "segment"}, "Pattern.from_dict: expected {'pattern': TEXT}, or a dict of version 0.2"),
+        ({"branches": None}, "Pattern.from_dict: expected {'pattern': TEXT}, or a dict of version 0.2"),
+        ({"branches": ["segment"]}, "Pattern.from_dict: expected {'pattern': TEXT}, or a dict of version 0.2"),
+        ({"branches": [{"type": ["segment"]}]}, "got keys ['branches']: TypeError"),
+        ({"branches": [{"type": "windw"}]}, "got keys ['branches']: KeyError('windw')"),
+        ({"branches": [{"type": "window"}]}, "missing 1 required positional argument: 'length'"),
+        ({"branches": [{"type": "sink", "tokens": 2, "length": 4}]}, "unexpected keyword argument 'length'"),
+        ({"branches": [{"type": "segment", "rate": 4}]}, "unexpected keyword argument 'rate'"),
         ({"branches": [{"type": "segment", "length": 0}]}, "Segment: length must be an integer of at least 1, got 0"),
         ({"branches": []}, "no branch of dilation 1 covers the query itself"),
         ({"branches": [{"type": "segment"}], "overlap": None}, "overlap must be one of 'count', 'once', got None"),
+        ({"kv_heads": {"branches": []}}, "Pattern.from_dict: expected {'pattern': TEXT}, or a dict of version 0.2"),
+        ({"kv_heads": None}, "got keys ['kv_heads']: TypeError"),
     ],
     ids=str,
 )

@@ -35,6 +35,8 @@ def test_texts_and_dicts_are_read_back(rng):
 def test_heads_that_are_the_same_have_a_pattern_without_heads():
     assert ra.Pattern.by_kv_head(["window:8+2"] * 4) == ra.Pattern.parse("window:8+2")
     assert ra.Pattern.parse("kv0-3=exact").num_kv_heads is None
+    same = ra.Pattern((), kv_heads=[ra.Pattern.longnet([8, None], [1, 4])] * 2)
+    assert ra.Pattern.parse(str(same)) == same == ra.Pattern.longnet([8, None], [1, 4])
 
 
 def test_heads_of_one_shape_share_a_kernel_call():
@@ -79,5 +81,5 @@ def test_another_number_of_heads_is_refused():
         ra.Pattern((ra.Window(4),), kv_heads=(ra.Pattern.exact(),))
     with pytest.raises(ValueError, match="must be patterns with branches"):
         ra.Pattern.by_kv_head([pattern, "exact"])
-    with pytest.raises(ValueError, match="'kv_heads' must be a list of dicts"):
+    with pytest.raises(ValueError, match="a pattern for each key/value head was expected, got none"):
         ra.Pattern.from_dict({"kv_heads": []})

@@ -41,7 +41,7 @@ def test_fine_tuning_keeps_the_calibrated_patterns(folder, tmp_path):
     run("finetune.py", *options, "--pattern", folder / "one.json")
     config = AutoModelForCausalLM.from_pretrained(tmp_path).config
     chosen = ra.Calibration.load(folder / "one.json")
-    assert config.ring_dilated["layers"] == {str(n): one.to_dict() for n, one in chosen.layers.items()}
+    assert config.ring_dilated["layers"] == chosen.texts_of_layers
     done = launch("finetune.py", *options, "--resume", "--pattern", folder / "other.json")
     assert done.returncode and "settings (pattern {" in done.stderr
 

@@ -53,7 +53,7 @@ WRONG_OPTIONS = {
     "scale below 0": ({"scale": -0.5}, r"scale must be above 0, or None for D \*\* -0\.5, got -0\.5"),
     "scale 0": ({"scale": 0.0}, r"scale must be above 0, or None for D \*\* -0\.5, got 0\.0"),
     "an unknown pattern": ({"pattern": "exactly"}, "ring_attention: pattern 'exactly' is not known"),
-    "pattern as a dict": ({"pattern": EXACT.to_dict()}, "pattern must be a Pattern, or its text .*, got {'branches'"),
+    "pattern as a dict": ({"pattern": EXACT.to_dict()}, "pattern must be a Pattern, or its text .*, got {'pattern'"),
     "documents that overlap": (
         {"documents": [[(0, 6)], [(0, 4), (3, 6)]]},
         r"batch row 1 must be ascending, apart.*\(3, 6\) after 4 tokens",

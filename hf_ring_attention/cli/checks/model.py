@@ -11,12 +11,11 @@ from transformers import LlamaConfig, PretrainedConfig
 
 from ...cost.models import load_config
 from ...hf.cache import cache_argument, prefill
-from ...hf.config import fewest_last_of
+from ...hf.config import fewest_last_of, layer_pattern
 from ...hf.hybrid_types import MIXERS
 from ...hf.models import why_not
 from ...hf.patch import patch_model
 from ...hf.support import check_config
-from ...plan.patterns import Pattern
 from ...ring.ring import Ring
 from .runner import CheckRun, NotApplicable, Verdict, processes
 from .tiny_models import VOCAB, model_with_large_weights, shrunk_config
@@ -32,8 +31,7 @@ def measure_config(run: CheckRun) -> dict[str, Any]:
     """Reads the config of the job's model, and keeps it with its dtype and pattern for later checks."""
     config: PretrainedConfig = LlamaConfig() if run.options.model is None else load_config(run.options.model)
     text = config.get_text_config()
-    saved = (getattr(text, "ring_dilated", None) or {}).get("pattern")
-    pattern = run.options.pattern or ("exact" if saved is None else str(Pattern.from_dict(saved)))
+    pattern = run.options.pattern or str(layer_pattern(text, None))
     check_config(text)
     if reason := why_not(config.model_type, run.ring_size):
         raise NotImplementedError(reason)
