@@ -63,7 +63,7 @@ class Patterns:
         """Returns the pattern of all layers, if there is one, and those of single layers."""
         return [*filter(None, (self.pattern, *self.layers.values()))]
 
-    def check(self, config: PretrainedConfig) -> None:
+    def check(self, config: PretrainedConfig | None) -> None:
         """Refuses patterns of other key/value heads than a config has; if it names none, they are checked in the layers."""
         heads: Any = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
         for pattern in self.all() if isinstance(heads, int) else ():
@@ -100,8 +100,8 @@ def patterns_of_layers(config: Any) -> Mapping[int, Pattern]:
     return _patterns(config).layers
 
 
-#: Cache: parsed patterns, by the text of a config's attribute, because each layer asks at every token that is generated.
-_parsed_before: dict[str, Patterns] = {}
+#: Cache: patterns, by the text of a config's attribute, because each layer asks at every token that is generated.
+_read_before: dict[str, Patterns] = {}
 
 
 def _patterns(config: Any) -> Patterns:
@@ -109,13 +109,16 @@ def _patterns(config: Any) -> Patterns:
     if settings is None:
         return Patterns(None, {})
     key = repr(settings)
-    if len(_parsed_before) >= 256:
-        _parsed_before.clear()
-    return _parsed_before.get(key) or _parsed_before.setdefault(key, _parsed(settings))
+    if len(_read_before) >= 256:
+        _read_before.clear()
+    return _read_before.get(key) or _read_before.setdefault(key, read_patterns(settings, None, class_name(config)))
 
 
-def _parsed(settings: Any) -> Patterns:
-    """Parses every key: an ignored key would mean exact attention instead of a pattern."""
+def read_patterns(settings: Any, config: PretrainedConfig | None, owner: str) -> Patterns:
+    """Returns the patterns in settings that were saved, for a text model with this config; errors begin with the owner.
+
+    It reads every key: an ignored key would mean exact attention instead of a pattern.
+    """
     try:
         keys = {*settings} - {"hint"} if isinstance(settings, Mapping) else set()
         if not keys or not keys <= {"pattern", "layers"}:
@@ -127,11 +130,13 @@ def _parsed(settings: Any) -> Patterns:
         pattern = _pattern_in(settings["pattern"]) if "pattern" in settings else None
         if pattern is None and any(isinstance(layer, Mapping) for layer in layers.values()):
             pattern = Pattern.exact()  # Of version 0.2, which wrote only what was set; other layers were exact.
-        return Patterns(pattern, {int(number): _pattern_in(layers[number]) for number in numbers})
+        patterns = Patterns(pattern, {int(number): _pattern_in(layers[number]) for number in numbers})
+        patterns.check(config)
+        return patterns
     except ValueError as error:
         raise ValueError(
-            f"config.{IMPLEMENTATION} must be as ra.patch_config writes it, got {settings!r}: {error}: call ra.patch_config, "
-            f"or delete the attribute for exact attention"
+            f"{owner}: config.{IMPLEMENTATION} must be as ra.patch_config writes it, got {settings!r}: {error}: call "
+            f"ra.patch_config, or delete the attribute for exact attention"
         ) from error
 
 
@@ -179,16 +184,6 @@ def has_only_exact_attention(config: PretrainedConfig) -> bool:
     return exact and not (patterns.layers and _has_windows(config))
 
 
-def read_patterns(settings: Any, config: PretrainedConfig, owner: str) -> Patterns:
-    """Returns the patterns in settings that were saved, for a text model with this config; errors begin with the owner."""
-    try:
-        patterns = _parsed(settings)
-        patterns.check(config)
-    except ValueError as error:
-        raise ValueError(f"{owner}: {error}") from error
-    return patterns
-
-
 def settings_of(config: PretrainedConfig) -> Mapping[str, Any] | None:
     """Returns the patterns that `patch_config` has written into a text config; None without any."""
     settings: Mapping[str, Any] | None = getattr(config, IMPLEMENTATION, None)
@@ -197,7 +192,8 @@ def settings_of(config: PretrainedConfig) -> Mapping[str, Any] | None:
 
 def use_settings(config: PretrainedConfig, settings: Mapping[str, Any] | None) -> PretrainedConfig:
     """Gives a config settings that were saved, and makes "ring_dilated" its implementation."""
-    return _parsed(settings).set_in(config)
+    text_config = config.get_text_config()
+    return read_patterns(settings, text_config, class_name(text_config)).set_in(config)
 
 
 @lru_cache(maxsize=256)

@@ -69,6 +69,12 @@ class _Dilated:
                 )
         check_choice(owner, "queries", self.queries, ("dilated", "all"))
 
+    def __str__(self) -> str:
+        """Returns the text of the branch, with its dilation and queries unless they have their defaults."""
+        dilation = f"/{self.dilation}" if self.dilation != 1 else ""
+        queries = f":{self.queries}" if self.queries != type(self).queries else ""
+        return f"{type(self).__name__.lower()}={self.length or 'all'}{dilation}{queries}"
+
     def _shows_residue(self, query: int, key: int, phase: int) -> bool:
         """Returns whether the residues of a query and a key modulo the dilation let the query see the key."""
         residue = phase % self.dilation
@@ -154,6 +160,9 @@ class _Counted:
     def __post_init__(self) -> None:
         check_count(type(self).__name__, "tokens", self.tokens)
 
+    def __str__(self) -> str:
+        return f"{type(self).__name__.lower()}={self.tokens}"
+
 
 @dataclass(frozen=True)
 class Sink(_Counted):
@@ -213,10 +222,10 @@ class Last(_Counted):
             ValueError: no document_length, or a query or key behind the end of the document.
         """
         if document_length is None:
-            raise ValueError(f"{self}: the last queries depend on the length of the document: pass document_length")
+            raise ValueError(f"{self!r}: the last queries depend on the length of the document: pass document_length")
         if max(query, key) >= document_length:
             raise ValueError(
-                f"{self}: expected positions below document_length={document_length}, got query {query} and key {key}"
+                f"{self!r}: expected positions below document_length={document_length}, got query {query} and key {key}"
             )
         return query >= document_length - self.tokens
 
@@ -227,7 +236,7 @@ class Last(_Counted):
 
 Branch = Segment | Window | Sink | Last
 
-#: By their names in the text of a pattern.
-BRANCHES: dict[str, type[Branch]] = {"segment": Segment, "window": Window, "sink": Sink, "last": Last}
+BRANCH_TYPES = (Segment, Window, Sink, Last)
 
-BRANCH_TYPES = tuple(BRANCHES.values())
+#: By their names in the text of a pattern.
+BRANCHES: dict[str, type[Branch]] = {kind.__name__.lower(): kind for kind in BRANCH_TYPES}

@@ -63,12 +63,9 @@ def read(text: str, patterns: Any) -> Any:
     body, *words = text.strip().split("@")
     name, colon, rest = body.partition(":")
     if name not in _FORMS:
-        near = difflib.get_close_matches(name[:_LONGEST_SHOWN], _FORMS, 1)
-        if near:
-            raise ValueError(
-                f"pattern {shown(text)} is not known: did you mean {shown(text.strip().replace(name, near[0], 1))}?"
-            )
-        raise ValueError(f"pattern {shown(text)} is not known. A pattern is one of: {FORMS}")
+        near = [text.strip().replace(name, x, 1) for x in difflib.get_close_matches(name[:_LONGEST_SHOWN], _FORMS, 1)]
+        meant = f": did you mean {shown(near[0])}?" if near else f". A pattern is one of: {FORMS}"
+        raise ValueError(f"pattern {shown(text)} is not known{meant}")
     try:
         if name == "exact" and colon:
             raise ValueError(f"'exact' takes nothing after it, got {shown(rest)}")
@@ -180,11 +177,8 @@ def shown(text: object) -> str:
 
 def write(branches: Sequence[Branch], overlap: str, phase_by: str) -> str:
     """Returns the shortest text of a pattern; `read` reads it back."""
-    if overlap == "count" and all(isinstance(x, Segment) and x.queries == "dilated" for x in branches):
-        text, usual = "longnet:" + ",".join(f"{_written_length(x)}/{x.dilation}" for x in branches), "count"
-    else:
-        general, usual = f"branches:{','.join(map(_write_branch, branches))}", "once"
-        text = (_preset(branches) if overlap == "once" else None) or general
+    text = _family(branches, overlap) or f"branches:{','.join(map(str, branches))}"
+    usual = "count" if text.startswith("longnet") else "once"
     text = text if overlap == usual else f"{text}@{overlap}"
     return text if phase_by == "kv_head" else f"{text}@{phase_by}"
 
@@ -202,8 +196,12 @@ def write_heads(texts: Sequence[str]) -> str:
     return ";".join(parts)
 
 
-def _preset(branches: Sequence[Branch]) -> str | None:
-    """Returns "exact", or the text of a window or a pyramid with or without sinks; None for other branches."""
+def _family(branches: Sequence[Branch], overlap: str) -> str | None:
+    """Returns "exact", or the text of a longnet, or of a window or pyramid with or without sinks; None for other branches."""
+    if overlap == "count":
+        segments = [x for x in branches if isinstance(x, Segment) and x.queries == "dilated"]
+        pairs = ",".join(f"{x.length or 'all'}/{x.dilation}" for x in segments)
+        return f"longnet:{pairs}" if len(segments) == len(branches) else None
     if [*branches] == [Segment()]:
         return "exact"
     first = branches[0]
@@ -218,16 +216,3 @@ def _preset(branches: Sequence[Branch]) -> str | None:
         return f"window:{length}" + (f"+{sinks}" if sinks else "")
     more = [ratio, sinks] if sinks != 4 else [ratio] if ratio != 4 else []
     return "pyramid:" + ",".join(map(str, [length, len(windows), *more]))
-
-
-def _write_branch(branch: Branch) -> str:
-    """Returns the name of a branch, its length or tokens, and its dilation and queries unless they have their defaults."""
-    name = next(name for name, kind in BRANCHES.items() if isinstance(branch, kind))
-    dilation = f"/{branch.dilation}" if branch.dilation != 1 else ""
-    queries = f":{branch.queries}" if branch.queries != type(branch).queries else ""
-    return f"{name}={_written_length(branch)}{dilation}{queries}"
-
-
-def _written_length(branch: Branch) -> str:
-    length = branch.tokens if isinstance(branch, (Sink, Last)) else branch.length
-    return "all" if length is None else str(length)

@@ -320,14 +320,12 @@ def warn_of_version_0_2() -> None:
 
 def _of_version_0_2(d: Mapping[str, Any]) -> Pattern:
     """Returns the pattern of a dict with `branches` and settings, or with such dicts as `kv_heads`."""
-    patterns = []
     try:
-        for head in map(dict, d["kv_heads"] if d.keys() == {"kv_heads"} else [d]):
-            branches = [BRANCHES[branch.pop("type")](**branch) for branch in map(dict, head.pop("branches"))]
-            patterns.append(Pattern(tuple(branches), head.pop("overlap", "once"), head.pop("phase_by", "kv_head")))
-            if head:
-                raise KeyError(f"unknown keys {sorted(map(str, head))}")
-        pattern = Pattern.by_kv_head(patterns)
+        heads = [dict(head) for head in (d["kv_heads"] if d.keys() == {"kv_heads"} else [d])]
+        for head in heads:
+            branches = map(dict, head["branches"])
+            head["branches"] = tuple(BRANCHES[branch.pop("type")](**branch) for branch in branches)
+        pattern = Pattern.by_kv_head([Pattern(**head) for head in heads])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"Pattern.from_dict: expected {{'pattern': TEXT}}, or a dict of version 0.2, got keys {sorted(map(str, d))}: "
