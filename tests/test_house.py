@@ -19,7 +19,7 @@ FOLDERS = ("plan", "compute", "transport", "ring", "hf", "hybrids", "training", 
 #: what is registered while Transformers loads can only be loaded afterwards.
 LATE = {
     *(("hf.registration", f"hf.{module}") for module in ("attention", "masks", "patch")),
-    ("hf.hybrid_types", "hybrids.models"),
+    ("hf.model_types", "hybrids.models"),
     ("hf.on_import", "hf.registration"),
 }
 #: The first folder that may import a library when it is imported itself.

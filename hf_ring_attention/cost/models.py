@@ -12,7 +12,7 @@ from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, Stri
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from ..hf.config import PatternsOfLayers, layer_pattern, patch_config
-from ..hf.hybrid_types import MIXER_LAYERS, MIXERS
+from ..hf.model_types import MIXER_LAYERS, MIXERS
 from ..plan.branches import Branch, Segment, Window
 from ..plan.patterns import Pattern
 from ..plan.state_runs import StateNumbers, delta_rule_sums, selective_sums, state_space_sums

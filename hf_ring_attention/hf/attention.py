@@ -21,8 +21,8 @@ from ..ring.attention import FORWARD, CheckedCall, Options, checked_call
 from ..ring.operator import UNTRACEABLE, GraphLayer, check_not_traced
 from .config import layer_pattern, patterns_of_layers
 from .forward_pass import CALL, ForwardPass, forward_pass_of, names_rows_in_graph, number_of, running
-from .hybrid_types import MIXERS
 from .masks import OwnBranch, Tokens, padding_first, tokens_of
+from .model_types import MIXERS
 from .registration import IMPLEMENTATION
 from .rows import at_its_place_in_the_row
 from .wrappers import MODULES, attachment_of, head_shard, ring_of_calls

@@ -18,7 +18,7 @@ from ..plan.problem import HeldKeys
 from ..ring.ring import Ring
 from .config import layer_pattern
 from .forward_pass import running_with
-from .hybrid_types import hybrids_of
+from .model_types import hybrids_of
 from .wrappers import attachment_of, evaluating, whole_model
 
 

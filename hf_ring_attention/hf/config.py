@@ -17,7 +17,7 @@ from ..plan.branches import Branch
 from ..plan.parts import fewest_last
 from ..plan.patterns import Pattern, as_pattern
 from ..ring.callbacks import CALLBACKS
-from .hybrid_types import MIXERS
+from .model_types import MIXERS
 from .registration import IMPLEMENTATION
 from .support import check_config, class_name
 

@@ -28,10 +28,10 @@ from .attention import call_in_graph, strings_of
 from .call_rows import find_rows
 from .config import patterns_of_layers
 from .forward_pass import CALL, NUMBER_IN_GRAPHS, Call, ForwardPass, drop_broken_passes, names_rows_in_graph
-from .hybrid_types import MIXERS
 from .join import LOGITS_NOT_FORMED
 from .lm_loss import IGNORED, next_labels
 from .masks import Tokens, tokens_of
+from .model_types import MIXERS
 from .registration import IMPLEMENTATION
 from .rows import documents_from_mask, first_position, places_of
 from .wrappers import MODULES, attachment_of, ring_of_calls, runner_of

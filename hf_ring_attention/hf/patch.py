@@ -30,8 +30,8 @@ from .config import (
     use_settings,
     warn_once,
 )
-from .hybrid_types import hybrids_of
 from .model_call import attach_ring, before_model
+from .model_types import hybrids_of
 from .registration import IMPLEMENTATION
 from .support import check_model, class_name
 from .wrappers import ATTACHMENT, attachment_of, check_ring, inner_model, runner_of, wrapped_modules

@@ -21,15 +21,13 @@ from ..plan.problem import Documents
 from ..ring.ring import Ring
 from .config import layer_pattern, warn_once
 from .forward_pass import WholeRows
+from .model_types import COUNT_BY_MASK
 
 #: The names that models give to a table of positions.
 _TABLES = ("wpe", "embed_positions", "position_embeddings", "position_embedding", "positions_embed")
 
 #: Arguments that describe the documents of whole rows; the parts of rows do without them.
 _DESCRIPTIONS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-
-#: Types whose decoders count positions by the mask, from its first token on. Other types count all tokens of a row.
-_COUNT_BY_MASK = ("opt",)
 
 
 def documents_from_mask(mask: Tensor) -> Documents:
@@ -312,7 +310,7 @@ def whole_positions(runner: nn.Module, rows: WholeRows, arguments: Mapping[str, 
         return counted.to(tokens.device)
     if first and ids is not None:  # RoBERTa and its relatives count the tokens that are not padding, by their ids.
         valid = (ids != first - 1).long()
-    elif getattr(runner.config, "model_type", None) in _COUNT_BY_MASK and isinstance(mask, Tensor) and mask.dim() == 2:
+    elif getattr(runner.config, "model_type", None) in COUNT_BY_MASK and isinstance(mask, Tensor) and mask.dim() == 2:
         valid = mask.long()
     else:
         return torch.arange(first, first + rows.length, device=tokens.device)[None]

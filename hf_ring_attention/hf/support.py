@@ -17,72 +17,45 @@ from transformers import (
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from ..compute.private import calls_the_interface, is_stateful
-from .hybrid_types import MIXER_LAYERS, MIXERS, hybrids_of
+from .model_types import BEYOND_THE_INTERFACE, DECODERS_ALL_THE_SAME, MIX_TOKENS, MIXER_LAYERS, MIXERS, hybrids_of
 from .wrappers import decoder_of, runner_of
 
 #: The types of layers that are computed.
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
+_INSTEAD = "use 'sdpa' or 'eager'"
+
 _STATE = "it passes a state from token to token, which neither patterns nor shards have"
-
-_RECURRENT = (
-    "it has recurrent layers alone, and none that attends: there are no keys that a pattern could choose or a ring pass"
-)
-
-#: Model types whose attention or positions depend on more than the interface is given, as running them showed.
-_BEYOND_THE_INTERFACE = {
-    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "xlstm"), _RECURRENT),
-    **dict.fromkeys(
-        ("qwen4_exp", "qwen4_exp_text"), "an indexer of its own selects keys, which no branch of a pattern is"
-    ),
-    "blt": "it attends from bytes to patches and back, which is cross-attention",
-    "deepseek_v4": "it attends to compressed keys of several tokens, which it selects by a rule of its own",
-    "doge": "it adds a learned mask of its own to the square mask, and so chooses keys that no pattern knows",
-    "fnet": "it mixes all tokens by Fourier transforms, and has no attention",
-    "git": "it lets image features see each other in both directions",
-    "zaya": "convolutions inside its attention mix queries and keys of several tokens, which shards cut apart",
-}
-
-#: Model types that mix the tokens of a row outside of attention.
-_MIX_TOKENS = {
-    "mobilebert": "it embeds each token together with its neighbours (trigram_input)",
-    "esm": "it scales embeddings by the share of mask tokens in the row (token_dropout)",
-}
 
 #: Words in the paths of modules that read images and sound, not the tokens of a row.
 SENSES = ("vision", "visual", "audio", "speech", "image")
-
-#: Model types that are decoders, although their config has is_decoder=False.
-_DECODERS_ALL_THE_SAME = ("gpt_neox", "gpt_neox_japanese")
 
 
 def check_config(config: PretrainedConfig, name: str | None = None) -> None:
     """Refuses the config of a model, of a class with this `name`, that ring_dilated does not compute."""
     layer_types = tuple(getattr(config, "layer_types", None) or ())
     model_class, name = _model_class(config), name or class_name(config)
-    if config.model_type in _BEYOND_THE_INTERFACE:
-        raise NotImplementedError(f"{name}: {_BEYOND_THE_INTERFACE[config.model_type]}: use 'sdpa' or 'eager'")
+    if config.model_type in BEYOND_THE_INTERFACE:
+        raise NotImplementedError(f"{name}: {BEYOND_THE_INTERFACE[config.model_type]}: {_INSTEAD}")
     if model_class is not None and config.get_text_config() is config:  # Elsewhere, the text model is checked.
         _check_class(model_class, name)
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         raise NotImplementedError(
             f"{name} attends from a decoder to an encoder (is_encoder_decoder or add_cross_attention), and some of its "
-            f"kind add a position_bias: ring_dilated computes self-attention only: use 'sdpa' or 'eager'"
+            f"kind add a position_bias: ring_dilated computes self-attention only: {_INSTEAD}"
         )
     computed = (*LAYER_TYPES, *MIXER_LAYERS, "moe", "mlp") if config.model_type in MIXERS else LAYER_TYPES
     others = [number for number, kind in enumerate(layer_types) if kind not in computed]
     if others:
         kind = layer_types[others[0]]
-        selects = "it selects keys by a rule of its own, which no branch of a pattern is"
-        reason = _STATE if kind in (*MIXER_LAYERS, "moe_mamba") else selects
+        reason = "it selects keys by a rule of its own, which no branch of a pattern is"
+        reason = _STATE if kind in (*MIXER_LAYERS, "moe_mamba") else reason
         raise NotImplementedError(
             f"{name}: layer {others[0]} is of type {kind!r} (of this or another such type are layers {others}): "
-            f"{reason}: ring_dilated computes layers of {', '.join(LAYER_TYPES)}: use 'sdpa' or 'eager'"
+            f"{reason}: ring_dilated computes layers of {', '.join(LAYER_TYPES)}: {_INSTEAD}"
         )
     if not layer_types and getattr(config, "index_topk", None):  # Configs of custom code may have no types of layers.
-        raise NotImplementedError(
-            f"{name} selects keys by an indexer, which no branch of a pattern is: use 'sdpa' or 'eager'"
-        )
+        raise NotImplementedError(f"{name} selects keys by an indexer, which no branch of a pattern is: {_INSTEAD}")
 
 
 def class_name(config: PretrainedConfig | None) -> str:
@@ -95,11 +68,9 @@ def class_name(config: PretrainedConfig | None) -> str:
 
 def _model_class(config: PretrainedConfig) -> Any:
     """Returns the base model that Transformers has for a config; None if it has none."""
-    for mapping in (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING):
-        classes = mapping.get(type(config), None)
-        if classes is not None:
-            return classes[0] if isinstance(classes, (tuple, list)) else classes
-    return None
+    mappings: Any = (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING)
+    classes = next(filter(None, (mapping.get(type(config), None) for mapping in mappings)), None)
+    return classes[0] if isinstance(classes, (tuple, list)) else classes
 
 
 @lru_cache(maxsize=256)  # Transformers reads the source of the class.
@@ -112,8 +83,7 @@ def _check_class(model_class: type[Any], name: str) -> None:
         )
     if is_stateful(model_class) and getattr(model_class.config_class, "model_type", None) not in MIXERS:
         raise NotImplementedError(
-            f"{name}: it has recurrent, linear-attention or convolutional layers; of such a layer, {_STATE}: use 'sdpa' or "
-            f"'eager'"
+            f"{name}: it has recurrent, linear-attention or convolutional layers; of such a layer, {_STATE}: {_INSTEAD}"
         )
 
 
@@ -130,12 +100,12 @@ def check_model(model: PreTrainedModel, sharded: bool) -> None:
     for path, module in text_model.named_modules():
         known = any(word in path for word in SENSES) or path.startswith(mixers)
         if not known and isinstance(module, nn.Conv1d) and max(module.kernel_size) > 1:
-            raise NotImplementedError(f"{name}: {path} is a convolution along the row: {_STATE}: use 'sdpa' or 'eager'")
+            raise NotImplementedError(f"{name}: {path} is a convolution along the row: {_STATE}: {_INSTEAD}")
     if not sharded:
         return
-    if config.model_type in _MIX_TOKENS and getattr(config, "token_dropout", True):
+    if config.model_type in MIX_TOKENS and getattr(config, "token_dropout", True):
         raise NotImplementedError(
-            f"{name}: {_MIX_TOKENS[config.model_type]}, and some of them are on other ranks: use one process (ring=None)"
+            f"{name}: {MIX_TOKENS[config.model_type]}, and some of them are on other ranks: use one process (ring=None)"
         )
     if "position_ids" not in inspect.signature(runner_of(model).forward).parameters:
         raise NotImplementedError(
@@ -150,9 +120,8 @@ def check_predicts_next(model: PreTrainedModel, caller: str) -> None:
     if LOSS_MAPPING.get(model.loss_type or "ForCausalLM", ForCausalLMLoss) is not ForCausalLMLoss:
         wrong = f"{caller}: {name} does not compute the loss of next tokens (its loss is {model.loss_type})"
         raise ValueError(f"{wrong}: use a causal language model (...ForCausalLM)")
-    seeing = next((setting for setting in ("is_decoder", "causal") if getattr(config, setting, True) is False), None)
-    if config.model_type in _DECODERS_ALL_THE_SAME:
-        seeing = None
+    settings = () if config.model_type in DECODERS_ALL_THE_SAME else ("is_decoder", "causal")
+    seeing = next((setting for setting in settings if getattr(config, setting, True) is False), None)
     if config.model_type == "xlnet" or seeing is not None:
         remedy = f"set config.{seeing}=True before the model is made" if seeing else "use a causal language model"
         raise ValueError(

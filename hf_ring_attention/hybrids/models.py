@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 from ..hf.cache import ShardedCache, ShardedLayer
-from ..hf.hybrid_types import MIXERS, MIXERS_SINCE
+from ..hf.model_types import MIXERS, MIXERS_SINCE
 from ..hf.wrappers import decoder_of
 from ..plan.layouts import SequenceLayout
 from .mixers import STATES_INSIDE, attach, check_parameters

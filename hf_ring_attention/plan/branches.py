@@ -150,7 +150,7 @@ class Window(_Dilated):
         return Border("from_query", 1 - self.length), Border("from_query", self.length)
 
 
-class _Counted:
+class Counted:
     """The check and constants that sinks and last queries share."""
 
     tokens: int
@@ -165,7 +165,7 @@ class _Counted:
 
 
 @dataclass(frozen=True)
-class Sink(_Counted):
+class Sink(Counted):
     """The first `tokens` tokens of the document, seen by every query (attention sinks, arXiv 2309.17453).
 
     Raises:
@@ -190,7 +190,7 @@ class Sink(_Counted):
 
 
 @dataclass(frozen=True)
-class Last(_Counted):
+class Last(Counted):
     """Every key of the document, for its last `tokens` queries (the last rows of TriangleMix, arXiv 2507.21526).
 
     The last queries of a prompt decide how its answer begins, so they look at all of it. Under causality a query sees all keys

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from .branches import BRANCHES, Branch, Last, Segment, Sink, Window
+from .branches import BRANCHES, Branch, Counted, Segment, Sink, Window
 
 _BRANCH_FORMS = (
     "sink=TOKENS, window=LENGTH[/DILATION][:QUERIES], segment=LENGTH[/DILATION][:QUERIES] or last=TOKENS, with commas"
@@ -147,7 +147,7 @@ def _branch(text: str) -> Branch:
         )
     name, length, dilation, queries = match.groups()
     kind: Any = BRANCHES[name]
-    if kind in (Sink, Last):
+    if issubclass(kind, Counted):
         if dilation or queries:
             raise ValueError(f"{name} has a number of tokens and nothing else, got {shown(text)}")
         branch: Branch = kind(_number(length))

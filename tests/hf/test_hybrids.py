@@ -11,7 +11,7 @@ import hf_ring_attention as ra
 from hf_ring_attention.compute.private import checkpoint_activations
 from hf_ring_attention.hf.cache import cache_argument, cache_in
 from hf_ring_attention.hf.config import warn_once
-from hf_ring_attention.hf.hybrid_types import MIXERS
+from hf_ring_attention.hf.model_types import MIXERS
 from hf_ring_attention.hf.rows import rows_of_call
 from hf_ring_attention.hybrids import mixers, states
 from hf_ring_attention.hybrids import models as hybrid_models

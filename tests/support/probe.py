@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_ring_attention.hf.hybrid_types import MIXERS
+from hf_ring_attention.hf.model_types import MIXERS
 from hf_ring_attention.hf.models import ModelSupport
 from hf_ring_attention.hf.patch import patch_model
 from hf_ring_attention.hf.rows import documents_from_mask, first_position, rows_of_call

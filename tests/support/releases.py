@@ -10,7 +10,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_ring_attention.compute.private import calls_the_interface
 from hf_ring_attention.hf.cache import cache_argument
-from hf_ring_attention.hf.hybrid_types import MIXERS, MIXERS_SINCE
+from hf_ring_attention.hf.model_types import MIXERS, MIXERS_SINCE
 
 version = functools.cache(importlib.metadata.version)  # which reads a file, for hundreds of tests
 

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from ...cost.models import load_config
 from ...hf.cache import cache_argument, prefill
 from ...hf.config import fewest_last_of, layer_pattern
-from ...hf.hybrid_types import MIXERS
+from ...hf.model_types import MIXERS
 from ...hf.models import why_not
 from ...hf.patch import patch_model
 from ...hf.support import check_config
