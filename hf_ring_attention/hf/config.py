@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from pkgutil import resolve_name
 from typing import Any, Protocol, runtime_checkable
@@ -48,32 +47,28 @@ class PatternsOfLayers(Protocol):
     def num_hidden_layers(self) -> int: ...
 
 
-@dataclass(frozen=True)
-class Patterns:
-    """The patterns in a config's `ring_dilated`: one for all layers, if there is one, and the patterns of single layers."""
+class Patterns(dict[int | None, Pattern]):
+    """The patterns in a config's `ring_dilated`: those of single layers by their numbers, and by None that of all layers."""
 
-    pattern: Pattern | None
-    layers: Mapping[int, Pattern]
+    @property
+    def layers(self) -> dict[int, Pattern]:
+        """The patterns of single layers."""
+        return {number: pattern for number, pattern in self.items() if number is not None}
 
     def __str__(self) -> str:
         layers = "; ".join(f"layer {number}: {pattern}" for number, pattern in sorted(self.layers.items()))
-        return f"the pattern {self.pattern or Pattern.exact()}" + (f" ({layers})" if layers else "")
-
-    def all(self) -> list[Pattern]:
-        """Returns the pattern of all layers, if there is one, and those of single layers."""
-        return [*filter(None, (self.pattern, *self.layers.values()))]
+        return f"the pattern {self.get(None, Pattern.exact())}" + (f" ({layers})" if layers else "")
 
     def check(self, config: PretrainedConfig | None) -> None:
         """Refuses patterns of other key/value heads than a config has; if it names none, they are checked in the layers."""
         heads: Any = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
-        for pattern in self.all() if isinstance(heads, int) else ():
+        for pattern in self.values() if isinstance(heads, int) else ():
             pattern.check_heads(heads, class_name(config))
 
     def set_in(self, config: PretrainedConfig) -> PretrainedConfig:
         """Writes the patterns into a config, and makes "ring_dilated" its implementation."""
-        text_config = config.get_text_config()
-        settings = {} if self.pattern is None else {"pattern": str(self.pattern)}
-        layers = {str(number): str(pattern) for number, pattern in self.layers.items()}
+        text_config, layers = config.get_text_config(), {str(number): str(x) for number, x in self.layers.items()}
+        settings = self[None].to_dict() if None in self else {}
         setattr(text_config, IMPLEMENTATION, {**settings, **({"layers": layers} if layers else {}), "hint": _HINT})
         set_implementation(text_config, IMPLEMENTATION)
         keep_implementation(config)
@@ -83,16 +78,16 @@ class Patterns:
 def layer_pattern(config: Any, layer: int | None, of_model: Branch | None = None) -> Pattern:
     """Returns the layer's pattern; else the model's window or chunks `of_model`; else the pattern of all layers."""
     patterns = _patterns(config)
-    if layer is not None and layer in patterns.layers:
-        return patterns.layers[layer]
+    if layer is not None and layer in patterns:
+        return patterns[layer]
     if of_model is not None:
         return Pattern((of_model,))
-    if patterns.pattern is None and patterns.layers and layer is not None:
+    if layer is not None and patterns and None not in patterns:
         raise ValueError(
             f"{class_name(config)}: expected a pattern for layer {layer}, found patterns for layers "
             f"{sorted(patterns.layers)} only: call ra.patch_config with one for it"
         )
-    return patterns.pattern or Pattern.exact()
+    return patterns.get(None, Pattern.exact())
 
 
 def patterns_of_layers(config: Any) -> Mapping[int, Pattern]:
@@ -107,7 +102,7 @@ _read_before: dict[str, Patterns] = {}
 def _patterns(config: Any) -> Patterns:
     settings = settings_of(config)
     if settings is None:
-        return Patterns(None, {})
+        return Patterns()
     key = repr(settings)
     if len(_read_before) >= 256:
         _read_before.clear()
@@ -127,10 +122,13 @@ def read_patterns(settings: Any, config: PretrainedConfig | None, owner: str) ->
         numbers = [*layers] if isinstance(layers, Mapping) else [layers]
         if not all(isinstance(number, str) and re.fullmatch("[0-9]{1,6}", number) for number in numbers):
             raise ValueError("'layers' must be a dict by layer number, written as text as in JSON: {'0': ...}")
-        pattern = _pattern_in(settings["pattern"]) if "pattern" in settings else None
-        if pattern is None and any(isinstance(layer, Mapping) for layer in layers.values()):
-            pattern = Pattern.exact()  # Of version 0.2, which wrote only what was set; other layers were exact.
-        patterns = Patterns(pattern, {int(number): _pattern_in(layers[number]) for number in numbers})
+        saved: dict[int | None, Any] = {int(number): layers[number] for number in numbers}
+        if "pattern" in settings or any(isinstance(pattern, Mapping) for pattern in saved.values()):
+            saved[None] = settings.get(
+                "pattern", "exact"
+            )  # In dicts of version 0.2, layers without a pattern were exact.
+        dicts = {layer: x if isinstance(x, Mapping) else {"pattern": x} for layer, x in saved.items()}
+        patterns = Patterns({layer: Pattern.from_dict(x) for layer, x in dicts.items()})
         patterns.check(config)
         return patterns
     except ValueError as error:
@@ -138,11 +136,6 @@ def read_patterns(settings: Any, config: PretrainedConfig | None, owner: str) ->
             f"{owner}: config.{IMPLEMENTATION} must be as ra.patch_config writes it, got {settings!r}: {error}: call "
             f"ra.patch_config, or delete the attribute for exact attention"
         ) from error
-
-
-def _pattern_in(saved: Any) -> Pattern:
-    """Returns a pattern that is saved as its text, or as a dict by version 0.2."""
-    return Pattern.from_dict(saved) if isinstance(saved, Mapping) else Pattern.parse(saved)
 
 
 class ComputedOnCopy(partial[Any]):
@@ -180,7 +173,7 @@ def has_only_exact_attention(config: PretrainedConfig) -> bool:
         patterns = _patterns(config)
     except ValueError:
         return False  # It is refused as soon as it is computed.
-    exact = all(pattern == Pattern.exact() for pattern in patterns.all())
+    exact = all(pattern == Pattern.exact() for pattern in patterns.values())
     return exact and not (patterns.layers and _has_windows(config))
 
 
@@ -204,7 +197,7 @@ def warn_once(text: str, level: int = logging.WARNING) -> None:
 
 def fewest_last_of(config: Any) -> int | None:
     """Returns how many of a document's last tokens see every key in all layers that have a `Last`; None if no layer has one."""
-    found = map(fewest_last, _patterns(config).all())
+    found = map(fewest_last, _patterns(config).values())
     return min((tokens for tokens in found if tokens is not None), default=None)
 
 
@@ -246,17 +239,17 @@ def patch_config(
     before, count = _patterns(text_config), text_config.num_hidden_layers
     if isinstance(pattern, PatternsOfLayers):
         _check_calibration(pattern, text_config)
-        patterns = Patterns(None, pattern.layers)
+        patterns = Patterns(pattern.layers.items())
     elif isinstance(pattern, Sequence) and not isinstance(pattern, str):
         if len(pattern) != count:
             raise ValueError(f"patch_config: a list needs one pattern for each of {count} layers, got {len(pattern)}")
-        patterns = Patterns(None, {number: as_pattern(one, "patch_config") for number, one in enumerate(pattern)})
+        patterns = Patterns((number, as_pattern(x, "patch_config")) for number, x in enumerate(pattern))
     else:
         pattern = as_pattern(pattern, "patch_config")
-        own = dict.fromkeys(_checked_layers(layers, count), pattern)
-        by_layer, others = {**before.layers, **own}, before.pattern or Pattern.exact()
-        as_a_list = len(by_layer) == count and others == Pattern.exact()
-        patterns = Patterns(None if as_a_list else others, by_layer) if own else Patterns(pattern, {})
+        own: dict[int | None, Pattern] = dict.fromkeys(_checked_layers(layers, count), pattern)
+        patterns = Patterns({None: Pattern.exact(), **before, **own} if own else {None: pattern})
+        if patterns[None] == Pattern.exact() and {*range(count)} <= patterns.keys():
+            del patterns[None]  # As a list has a pattern for each layer.
     if layers is not None and not isinstance(pattern, Pattern):
         raise ValueError("patch_config: a list or a calibration has patterns for layers of its own: leave layers out")
     patterns.check(text_config)

@@ -337,3 +337,12 @@ def test_a_list_has_a_pattern_for_each_layer():
         ra.patch_config(listed, ["exact", "exact"])
     with pytest.raises(ValueError, match="leave layers out"):
         ra.patch_config(listed, ["exact"] * 3, layers=[0, 1, 2])
+
+
+def test_a_pattern_of_layers_leaves_the_others_exact_if_fewer_layers_run():
+    """Patterns of layers that do not run do not stand for layers that do."""
+    config = LlamaConfig(num_hidden_layers=4)
+    ra.patch_config(config, "window:64", layers=[2, 3])
+    config.num_hidden_layers = 2
+    ra.patch_config(config, "window:32", layers=[0])
+    assert config.ring_dilated["pattern"] == "exact" and {*config.ring_dilated["layers"]} == {"0", "2", "3"}
