@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 Queries = Literal["dilated", "all"]
 
@@ -50,12 +50,28 @@ Borders = tuple[Border, Border]
 _EVERY_KEY = Border("at", 0), Border("at", 1 << 62)
 
 
-class _Dilated:
-    """The checks and residues that segments and windows share."""
+class _Branch:
+    """A rule by which a query sees keys: those between its borders whose positions have the head's phase modulo `dilation`."""
+
+    dilation: int = 1
+    queries: Queries = "all"
+
+    def borders(self) -> Borders:
+        """Returns the ends of the keys that a query sees."""
+        raise NotImplementedError
+
+    def shows(self, query: int, key: int, phase: int, document_length: int | None = None) -> bool:
+        """Whether `query` sees `key` in a head of this phase, causality aside."""
+        first, end = self.borders()
+        residue = phase % self.dilation
+        takes_part = self.queries == "all" or query % self.dilation == residue
+        return takes_part and key % self.dilation == residue and first.position(query) <= key < end.position(query)
+
+
+class _Dilated(_Branch):
+    """The checks and the text that segments and windows share."""
 
     length: int | None
-    dilation: int
-    queries: Queries
 
     def __post_init__(self) -> None:
         owner, length, dilation = type(self).__name__, self.length, self.dilation
@@ -74,12 +90,6 @@ class _Dilated:
         dilation = f"/{self.dilation}" if self.dilation != 1 else ""
         queries = f":{self.queries}" if self.queries != type(self).queries else ""
         return f"{type(self).__name__.lower()}={self.length or 'all'}{dilation}{queries}"
-
-    def _shows_residue(self, query: int, key: int, phase: int) -> bool:
-        """Returns whether the residues of a query and a key modulo the dilation let the query see the key."""
-        residue = phase % self.dilation
-        takes_part = self.queries == "all" or query % self.dilation == residue
-        return takes_part and key % self.dilation == residue
 
 
 @dataclass(frozen=True)
@@ -103,11 +113,6 @@ class Segment(_Dilated):
     length: int | None = None
     dilation: int = 1
     queries: Queries = "dilated"
-
-    def shows(self, query: int, key: int, phase: int, document_length: int | None = None) -> bool:
-        """Whether `query` sees `key` in a head of this phase, causality aside."""
-        same_block = self.length is None or query // self.length == key // self.length
-        return same_block and self._shows_residue(query, key, phase)
 
     def borders(self) -> Borders:
         """Returns the ends of a query's block."""
@@ -141,21 +146,15 @@ class Window(_Dilated):
         check_count("Window", "length", self.length)
         super().__post_init__()
 
-    def shows(self, query: int, key: int, phase: int, document_length: int | None = None) -> bool:
-        """Whether `query` sees `key` in a head of this phase, causality aside."""
-        return abs(query - key) < self.length and self._shows_residue(query, key, phase)
-
     def borders(self) -> Borders:
         """Returns the ends of the window around a query."""
         return Border("from_query", 1 - self.length), Border("from_query", self.length)
 
 
-class Counted:
-    """The check and constants that sinks and last queries share."""
+class Counted(_Branch):
+    """The check and the text that sinks and last queries share."""
 
     tokens: int
-    dilation: ClassVar[int] = 1
-    queries: ClassVar[Queries] = "all"
 
     def __post_init__(self) -> None:
         check_count(type(self).__name__, "tokens", self.tokens)
@@ -179,10 +178,6 @@ class Sink(Counted):
     """
 
     tokens: int
-
-    def shows(self, query: int, key: int, phase: int, document_length: int | None = None) -> bool:
-        """Whether `query` sees `key`, causality aside."""
-        return key < self.tokens
 
     def borders(self) -> Borders:
         """Returns the ends of the first tokens."""
