@@ -305,7 +305,7 @@ class Pattern:
             ValueError: another dict, or a text that names no pattern.
         """
         if not isinstance(d, Mapping):
-            raise ValueError(f"Pattern.from_dict: expected a dict, got {d!r}")
+            raise ValueError(f"Pattern.from_dict: expected a dict, got {d!r}: read a text by Pattern.parse")
         return as_pattern(d["pattern"], "Pattern.from_dict") if d.keys() == {"pattern"} else _of_version_0_2(d)
 
 

@@ -69,6 +69,14 @@ def test_what_is_written_is_read_back(pattern):
     assert as_pattern(str(pattern), "x") == as_pattern(pattern, "x") == pattern
 
 
+@given(st.lists(patterns(), min_size=1, max_size=5))
+def test_the_patterns_of_heads_are_read_back(of_heads):
+    pattern = Pattern((), kv_heads=tuple(of_heads))
+    assert (
+        Pattern.parse(str(pattern)) == Pattern.from_dict(pattern.to_dict()) == pattern == Pattern.by_kv_head(of_heads)
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

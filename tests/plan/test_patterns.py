@@ -193,7 +193,7 @@ def test_dicts_of_version_0_2_are_read(caplog):
     ("data", "message"),
     [
         (None, "Pattern.from_dict: expected a dict, got None"),
-        ("exact", "Pattern.from_dict: expected a dict, got 'exact'"),
+        ("exact", "Pattern.from_dict: expected a dict, got 'exact': read a text by Pattern.parse"),
         (
             {"pattern": None},
             "Pattern.from_dict: pattern must be a Pattern, or its text such as 'window:512+4', got None",
