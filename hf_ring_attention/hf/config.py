@@ -55,7 +55,7 @@ class Patterns(dict[int | None, Pattern]):
         """The patterns of single layers."""
         return {number: pattern for number, pattern in self.items() if number is not None}
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         layers = "; ".join(f"layer {number}: {pattern}" for number, pattern in sorted(self.layers.items()))
         return f"the pattern {self.get(None, Pattern.exact())}" + (f" ({layers})" if layers else "")
 

@@ -152,8 +152,9 @@ def patch_model(
     else:
         trained = _trained_under(adapters, config)
         if len({*map(str, trained.values())}) > 1:
-            texts = {name: str(patterns) for name, patterns in trained.items()}
-            raise ValueError(f"patch_model: adapters were trained under different patterns, {texts}: pass one of them")
+            raise ValueError(
+                f"patch_model: the adapters were trained under different patterns, {trained}: pass one of them"
+            )
         for patterns in trained.values():
             patterns.set_in(inner.config)
     set_implementation(config, IMPLEMENTATION)

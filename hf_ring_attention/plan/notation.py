@@ -147,13 +147,11 @@ def _branch(text: str) -> Branch:
         )
     name, length, dilation, queries = match.groups()
     kind: Any = BRANCHES[name]
-    if issubclass(kind, Counted):
-        if dilation or queries:
-            raise ValueError(f"{name} has a number of tokens and nothing else, got {shown(text)}")
-        branch: Branch = kind(_number(length))
-    else:
-        number = _length(length) if kind is Segment else _number(length)
-        branch = kind(number, _number(dilation or "1"), queries or kind.queries)
+    more: dict[str, Any] = {"dilation": _number(dilation)} if dilation else {}
+    more |= {"queries": queries} if queries else {}
+    if more and issubclass(kind, Counted):
+        raise ValueError(f"{name} has a number of tokens and nothing else, got {shown(text)}")
+    branch: Branch = kind(_length(length), **more)
     return branch
 
 

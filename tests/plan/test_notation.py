@@ -92,6 +92,12 @@ def test_the_patterns_of_heads_are_read_back(of_heads):
         ("longnet:512", "a number was expected, got ''"),
         ("longnet:512/2", "no branch of dilation 1"),
         ("branches:sink=4/2", "sink has a number of tokens and nothing else"),
+        ("branches:sink=4:all,window=4", "sink has a number of tokens and nothing else"),
+        ("branches:sink=all,window=4", "Sink: tokens must be an integer of at least 1, got None"),
+        ("branches:window=all", "Window: length must be an integer of at least 1, got None"),
+        ("branches:segment=8/0", "Segment: dilation must be an integer of at least 1, got 0"),
+        ("window:4+0", "Sink: tokens must be an integer of at least 1, got 0"),
+        ("exact:", "'exact' takes nothing after it, got ''"),
         (
             "branches:windows=4",
             "a branch such as sink=4, window=512, segment=2048/4 or last=64 was expected, got 'windows=4'",
