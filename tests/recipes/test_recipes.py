@@ -85,7 +85,7 @@ def finetune(folder, output, *options, **how):
     file = output / "figures.json"
     options = ["--model", folder / "model", "--text", folder / "text.txt", *FINETUNE, *options]
     out = run("finetune.py", *options, "--output", output, "--json", file, **how)
-    assert LlamaForCausalLM.from_pretrained(output).config.ring_dilated["pattern"]["branches"]
+    assert LlamaForCausalLM.from_pretrained(output).config.ring_dilated["pattern"] == "pyramid:32,3,2"
     return json.loads(file.read_text()), out
 
 
@@ -325,7 +325,7 @@ def train(folder, output, ring_size, *options, plugin=None, processes=1):
     of = "1 process" if ring_size == 1 else f"{ring_size} processes"
     first = f"1 ring of {of}, layout auto, transport {transport}, pattern pyramid:32,3,2; "
     assert out.startswith(first) and "% full" in out.splitlines()[0] and out.count("1 ring of") == 1
-    assert LlamaForCausalLM.from_pretrained(output).config.ring_dilated["pattern"]["branches"]
+    assert LlamaForCausalLM.from_pretrained(output).config.ring_dilated["pattern"] == "pyramid:32,3,2"
     state = json.loads((output / "checkpoint-3" / "trainer_state.json").read_text())
     steps = [entry for entry in state["log_history"] if "loss" in entry]
     return {
