@@ -61,11 +61,8 @@ class _Branch:
         raise NotImplementedError
 
     def shows(self, query: int, key: int, phase: int, document_length: int | None = None) -> bool:
-        """Whether `query` sees `key` in a head of this phase, causality aside."""
-        first, end = self.borders()
-        residue = phase % self.dilation
-        takes_part = self.queries == "all" or query % self.dilation == residue
-        return takes_part and key % self.dilation == residue and first.position(query) <= key < end.position(query)
+        """Whether `query` sees `key` in a head of this phase, causality aside; plans use borders, and this checks them."""
+        raise NotImplementedError
 
 
 class _Dilated(_Branch):
@@ -84,6 +81,12 @@ class _Dilated(_Branch):
                     f"{length % dilation}; use length={length - length % dilation or dilation}"
                 )
         check_choice(owner, "queries", self.queries, ("dilated", "all"))
+
+    def _shows_residue(self, query: int, key: int, phase: int) -> bool:
+        """Returns whether the residues of a query and a key modulo the dilation let the query see the key."""
+        residue = phase % self.dilation
+        takes_part = self.queries == "all" or query % self.dilation == residue
+        return takes_part and key % self.dilation == residue
 
     def __str__(self) -> str:
         """Returns the text of the branch, with its dilation and queries unless they have their defaults."""
@@ -113,6 +116,11 @@ class Segment(_Dilated):
     length: int | None = None
     dilation: int = 1
     queries: Queries = "dilated"
+
+    def shows(self, query: int, key: int, phase: int, document_length: int | None = None) -> bool:
+        """Whether `query` sees `key` in a head of this phase, causality aside."""
+        same_block = self.length is None or query // self.length == key // self.length
+        return same_block and self._shows_residue(query, key, phase)
 
     def borders(self) -> Borders:
         """Returns the ends of a query's block."""
@@ -146,6 +154,10 @@ class Window(_Dilated):
         check_count("Window", "length", self.length)
         super().__post_init__()
 
+    def shows(self, query: int, key: int, phase: int, document_length: int | None = None) -> bool:
+        """Whether `query` sees `key` in a head of this phase, causality aside."""
+        return abs(query - key) < self.length and self._shows_residue(query, key, phase)
+
     def borders(self) -> Borders:
         """Returns the ends of the window around a query."""
         return Border("from_query", 1 - self.length), Border("from_query", self.length)
@@ -178,6 +190,10 @@ class Sink(Counted):
     """
 
     tokens: int
+
+    def shows(self, query: int, key: int, phase: int, document_length: int | None = None) -> bool:
+        """Whether `query` sees `key`, causality aside."""
+        return key < self.tokens
 
     def borders(self) -> Borders:
         """Returns the ends of the first tokens."""
