@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,10 @@ from ..plan.branches import Branch, Segment, Window
 from ..plan.parts import fewest_last
 from ..plan.patterns import Pattern
 from ..plan.problem import Documents, HeldKeys
-from ..ring.attention import FORWARD, CheckedCall, Options, checked_call
 from ..ring.operator import UNTRACEABLE, GraphLayer, check_not_traced
-from .config import layer_pattern, patterns_of_layers
+from ..ring.planned import FORWARD, Planned, outside, planned_call
+from ..ring.ring import Ring
+from .config import layer_pattern, patterns_of, patterns_of_layers
 from .forward_pass import CALL, ForwardPass, forward_pass_of, names_rows_in_graph, number_of, running
 from .hybrid_types import MIXERS
 from .masks import OwnBranch, Tokens, padding_first, tokens_of
@@ -40,24 +41,8 @@ _KNOWN = (
 TAP = "_ring_dilated_tap"
 
 
-class _LayerArguments(NamedTuple):
-    """The arguments of a layer's call of attention."""
-
-    module: nn.Module
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None]  # queries, keys, values and sinks
-    mask: Tensor | Tokens | None
-    settings: tuple[float, float | None, int | None, float | None]  # dropout, scaling, sliding_window and softcap
-    others: Mapping[str, Any]  # by their names
-    recorded: bool | None = None  # whether a graph records gradients; None outside of graphs
-
-
-class _LayerCall(NamedTuple):
-    """A layer's call of attention, which serves all layers of a forward pass that come with equal arguments."""
-
-    call: CheckedCall
-    options: dict[str, Any]  # what `ring_attention` would get for it beside tensors
-    tokens: Tokens
-    of_model: Branch | None  # the window or chunks of the layers in the model itself
+#: The other arguments of a layer: dropout, scaling, sliding_window and softcap, and those beside them by their names.
+_Settings = tuple[float, float | None, int | None, float | None, Mapping[str, Any]]
 
 
 def ring_dilated_attention(
@@ -90,37 +75,37 @@ def ring_dilated_attention(
     device = query.device.type
     if torch.is_autocast_enabled(device):
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
-    settings = (dropout, scaling, sliding_window, softcap)
-    arguments = module, (query, key, value, s_aux), attention_mask, settings, kwargs
+    tensors, settings = (query, key, value, s_aux), (dropout, scaling, sliding_window, softcap, kwargs)
     if torch.compiler.is_dynamo_compiling():
         attachment, named = attachment_of(module), names_rows_in_graph(attention_mask)
         others = [name for name, x in kwargs.items() if x is not None and x is not False and name != CALL]
         plain = "is_causal" not in others and getattr(module, TAP, None) is None
         if attachment.in_graphs and named and plain:
-            numbers = [float(torch.is_grad_enabled()), *(math.nan if x is None else float(x) for x in settings)]
+            numbers = [float(torch.is_grad_enabled()), *(math.nan if x is None else float(x) for x in settings[:4])]
             text = f"{attachment.number} {' '.join(others)}"
-            out, _ = torch.ops.hf_ring_attention.attend(query, key, value, s_aux, attention_mask, 0, text, numbers)
+            out, _ = torch.ops.hf_ring_attention.attend(*tensors, attention_mask, 0, text, numbers)
             return out.transpose(1, 2).contiguous(), None
-        return _layer_attention_at_a_break(*arguments), None
-    return _layer_attention(*arguments), None
+        return _layer_attention_at_a_break(module, tensors, attention_mask, settings), None
+    return _layer_attention(module, tensors, attention_mask, settings), None
 
 
-def _layer_attention(module: nn.Module, tensors: Any, *others: Any) -> Tensor:
-    """Returns out [B, m, H, Dv] of a layer, by its `_LayerArguments`."""
-    layer = _layer_of(_LayerArguments(module, tensors, *others), forward_pass_of(getattr(module, "config", None)))
-    query, key, value, s_aux = tensors
-    layout, valid = layer.tokens.layout, layer.tokens.valid
+def _layer_attention(module: nn.Module, tensors: Any, mask: Tensor | None, settings: _Settings) -> Tensor:
+    """Returns out [B, m, H, Dv] of a layer."""
+    now = forward_pass_of(getattr(module, "config", None))
+    (query, key, value, sinks), tokens = tensors, _tokens_of(module, mask, now)
+    planned = _planned(module, tensors, tokens, settings, now)
+    layout, valid = tokens.layout, tokens.valid
     if layout is not None:
-        query = at_its_place_in_the_row(module, query, layout, layer.call.ring.rank)
+        query = at_its_place_in_the_row(module, query, layout, planned.ring.rank)
     if valid is not None:
         asking = valid[:, -query.shape[2] :].to(query.device)
         rows, queries = padding_first(valid).to(query.device), padding_first(asking)
         query, key, value = _reordered(query, queries), _reordered(key, rows), _reordered(value, rows)
-    out = layer.call(query, key, value, s_aux)[0]
+    out = planned(query, key, value, sinks)[0]
     # A calibration chooses no pattern for layers with a window or chunks of their own.
-    tap = getattr(module, TAP, None) if layer.of_model is None and layer.call.problem.held is None else None
-    if tap is not None:
-        out = tap(module, query, key, value, out, {**layer.options, "sinks": s_aux})
+    tap = getattr(module, TAP, None)
+    if tap is not None and planned.call.held is None and _of_model(module, tokens, settings[2]) is None:
+        out = tap(module, query, key, value, out, planned.arguments() | {"sinks": sinks})
     if valid is not None:
         out = _reordered(out, queries.argsort(1)).masked_fill(~asking[:, None, :, None], 0)
     return out.transpose(1, 2).contiguous()
@@ -131,57 +116,84 @@ _layer_attention_at_a_break = torch.compiler.disable(_layer_attention, reason=UN
 
 def call_in_graph(
     now: ForwardPass, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layer: GraphLayer
-) -> CheckedCall:
-    """Returns the call of a layer inside a graph; the first layer of a kind in a forward pass checks and plans it."""
+) -> Planned:
+    """Returns the planned call of a layer inside a graph."""
     module, *others = layer.text.split()
     dropout, scaling, window, softcap = (None if math.isnan(x) else x for x in layer.numbers[1:])
-    of_layer = dropout or 0.0, scaling, None if window is None else int(window), softcap
-    given = dict.fromkeys(others, True)
-    arguments = _LayerArguments(MODULES[int(module)], (q, k, v, sinks), tokens, of_layer, given, layer.recorded)
-    return _layer_of(arguments, now).call
+    of_layer = dropout or 0.0, scaling, None if window is None else int(window), softcap, dict.fromkeys(others, True)
+    return _planned(MODULES[int(module)], (q, k, v, sinks), tokens, of_layer, now, layer.recorded)
 
 
-def _layer_of(arguments: _LayerArguments, now: ForwardPass | None) -> _LayerCall:
-    """Returns the call of a layer, or of an earlier layer of its kind in this pass; arguments of layers last a pass."""
-    if now is None:
-        return _layer_call(arguments, now)
-    module, tensors, mask, settings, others, _ = arguments
-    own = now.own_patterns.get(getattr(module, "layer_idx", -1))
-    keys = _own_branch(module, settings[2]) if isinstance(mask, Tokens) else number_of(mask)
-    kind = (
-        (type(module), own, keys, torch.is_grad_enabled(), *settings),
-        *[None if x is None else (x.shape, x.dtype, x.device, x.requires_grad) for x in tensors],
-        *[(name, x if isinstance(x, (int, float)) else id(x)) for name, x in others.items() if x is not None],
-    )
-    layer: _LayerCall | None = now.calls.get(kind)
-    if layer is None:
-        layer = _layer_call(arguments, now)
-        # The kind holds all that decides its keys.
-        if layer.tokens.causal is not None or isinstance(mask, Tokens):
-            now.calls[kind] = layer
-    return layer
+def _planned(
+    module: nn.Module,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    tokens: Tokens,
+    settings: _Settings,
+    now: ForwardPass | None,
+    recorded: bool | None = None,
+) -> Planned:
+    """Returns what was planned for a layer's call, or for an equal call of a layer of its kind; else checks and plans it.
 
-
-def _layer_call(arguments: _LayerArguments, now: ForwardPass | None) -> _LayerCall:
-    """Checks a layer's call, decides its pattern, documents and ring, and plans it."""
+    Args:
+        recorded: whether a graph records gradients; None outside of graphs.
+    """
     check_not_traced()
-    module, (query, key, value, sinks), mask, (_, scaling, sliding_window, softcap), kwargs, recorded = arguments
     if now is not None:
         now.attended = True
-    ring = ring_of_calls(module, now is not None and now.whole)
+    config, number, (query, key, *_) = getattr(module, "config", None), getattr(module, "layer_idx", None), tensors
+    ring, (*numbers, given) = ring_of_calls(module, now is not None and now.whole), settings
+    patterns = patterns_of(config) if now is None else now.patterns
+    # All that decides the checks and the call.
+    kind = (
+        type(module),
+        tokens,
+        tokens.valid is None,
+        tokens.causal is None and (_own_branch(module, numbers[2]), getattr(module, "is_causal", True)),
+        *(patterns.pattern, patterns.layers.get(number), bool(patterns.layers)),
+        *numbers,
+        *((name, x if isinstance(x, (bool, int)) else None) for name, x in given.items() if x is not None),
+        attentions_are_collected(),
+        any(other is config for other in running().exact),
+        now is not None and (now.skipped, bool(now.skipped) and number),
+        head_shard(module, query, key),
+        torch.is_grad_enabled() if recorded is None else recorded,
+        recorded is None,
+        outside(ring),
+        *(None if x is None else (x.shape, x.dtype, x.device, x.requires_grad) for x in tensors),
+    )
+    planned: Planned | None = ring.planned.find(kind)
+    if planned is not None:
+        ring.planner.learn(planned.key)
+        return planned
+    planned = _checked(module, tensors, tokens, settings, now, ring, recorded)
+    if fewest_last(planned.call.pattern) is None:  # Otherwise the pieces of a prompt decide too.
+        ring.planned.keep(kind, planned)
+    return planned
+
+
+def _checked(
+    module: nn.Module,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    tokens: Tokens,
+    settings: _Settings,
+    now: ForwardPass | None,
+    ring: Ring,
+    recorded: bool | None,
+) -> Planned:
+    """Checks a layer's call, decides its pattern, documents and heads, and plans it."""
+    (query, key, *_), (_, scaling, sliding_window, softcap, given) = tensors, settings
     try:
-        _check_call(arguments, now)
-        tokens = mask if isinstance(mask, Tokens) else tokens_of(mask)
+        _check_call(module, settings, now)
         if ring.world_size > 1 and tokens.layout is None and tokens.held is None:
             raise ValueError(
                 f"{type(module).__name__} of a sharded model got no mask of ring_dilated, so its documents are unknown: call "
                 f"the model, not its layers; with a cp_size, make the ring by Ring.from_accelerator before accelerator.prepare"
             )
-        causal, own = tokens.causal, tokens.own
+        causal = tokens.causal
         if causal is None:  # A plain mask.
-            is_causal, own = kwargs.get("is_causal"), _own_branch(module, sliding_window)
+            is_causal = given.get("is_causal")
             causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        of_model = None if own is None else own[0](own[1])
+        of_model = _of_model(module, tokens, sliding_window)
         skipped = now.skipped if now is not None else ()
         # Layers that draft tokens have numbers that begin at 0, as the layers of their model have, which own the patterns.
         layer = None if skipped else getattr(module, "layer_idx", None)
@@ -202,13 +214,17 @@ def _layer_call(arguments: _LayerArguments, now: ForwardPass | None) -> _LayerCa
     except (ValueError, NotImplementedError) as refused:
         with ring.agreement(FORWARD, by_digest=True):  # The other ranks compare their calls here.
             raise refused
-    options: dict[str, Any] = {"pattern": pattern, "ring": ring, "layout": tokens.layout, "causal": causal}
-    options |= {"scale": scaling, "documents": documents, "softcap": softcap, "head_shard": heads}
+    options = pattern, tokens.layout, causal, scaling, documents, softcap, heads
     try:
-        call = checked_call(query, key, value, sinks, Options(**options, held=held, recorded_in_graph=recorded))
+        return planned_call(ring, *tensors, *options, held=held, recorded_in_graph=recorded)
     except ValueError as refused:
         raise ValueError(f"{_name_of(module)}: {refused}") from None
-    return _LayerCall(call, options, tokens, of_model)
+
+
+def _of_model(module: nn.Module, tokens: Tokens, sliding_window: int | None) -> Branch | None:
+    """Returns the window or the chunks of a layer in the model itself."""
+    own = _own_branch(module, sliding_window) if tokens.causal is None else tokens.own
+    return None if own is None else own[0](own[1])
 
 
 def _pattern_of(module: nn.Module, layer: int | None, of_model: Branch | None) -> Pattern:
@@ -310,45 +326,51 @@ def _check_padding_and_pieces(
         )
 
 
-def _check_call(arguments: _LayerArguments, now: ForwardPass | None) -> None:
+def _check_call(module: nn.Module, settings: _Settings, now: ForwardPass | None) -> None:
     """Refuses dropout, a request for attention weights, and inputs that would change the scores, the keys or documents."""
-    module, _, mask, (dropout, *_), kwargs, _ = arguments
-    name = type(module).__name__
+    name, (dropout, *_, given) = type(module).__name__, settings
     if dropout:
         raise ValueError(
             f"{name}: attention dropout {dropout} was asked for, and ring_dilated has none: set the config's attention "
             f"dropout to 0 (attention_dropout, attn_pdrop) or call model.eval()"
         )
-    if kwargs.get("output_attentions") or attentions_are_collected():
+    if given.get("output_attentions") or attentions_are_collected():
         raise ValueError(
             f"{name}: output_attentions=True was asked for, but ring_dilated never forms the attention weights: use 'eager'"
         )
     kind: Any = type(module)
     passed = _strings_of_bases(kind)
-    for argument, present in kwargs.items():
+    for argument, present in given.items():
         # Transformers passes every entry of a batch on to here. Only those that the layer's own code names have a meaning.
         if present is not None and argument not in _KNOWN and (argument in passed or argument in _REFUSED):
             raise NotImplementedError(
                 f"{_name_of(module)} came with {argument}, which would change the scores or the keys: use 'eager' or 'sdpa'"
             )
-    if isinstance(mask, Tokens):
-        return
-    if mask is not None and (not isinstance(mask, Tensor) or (mask.dim() != 2 and number_of(mask) is None)):
-        got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(
-            f"{name}: ring_dilated takes padding as a mask [batch, tokens], got {got}: pass the 2-D attention_mask, and for "
-            f"packed documents position_ids that restart"
-        )
-    if mask is None and now is not None and now.layout is None and now.documents is not None:
-        raise ValueError(
-            f"{name} was given packed rows, and its model makes its own masks without documents: pass one document a row"
-        )
-    described = kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None
+    described = given.get("cu_seq_lens_q") is not None or given.get("seq_idx") is not None
     if now is None and (described or getattr(getattr(module, "config", None), "model_type", None) in MIXERS):
         raise ValueError(
             f"{name} attends beside recurrent layers, or got cu_seq_lens or seq_idx, which needs a call of a patched model: "
             f"call ra.patch_model(model) after set_attn_implementation, and the model rather than its layers"
         )
+
+
+def _tokens_of(module: nn.Module, mask: Tensor | None, now: ForwardPass | None) -> Tokens:
+    """Returns the facts of a layer's mask, which is of this package, plain, or None."""
+    name, refused = type(module).__name__, None
+    if mask is not None and (not isinstance(mask, Tensor) or (mask.dim() != 2 and number_of(mask) is None)):
+        got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        refused = (
+            f"{name}: ring_dilated takes padding as a mask [batch, tokens], got {got}: pass the 2-D attention_mask, and for "
+            f"packed documents position_ids that restart"
+        )
+    if mask is None and now is not None and now.layout is None and now.documents is not None:
+        refused = (
+            f"{name} was given packed rows, and its model makes its own masks without documents: pass one document a row"
+        )
+    if refused is None:
+        return tokens_of(mask)
+    with ring_of_calls(module, now is not None and now.whole).agreement(FORWARD, by_digest=True):
+        raise ValueError(refused)
 
 
 @functools.cache

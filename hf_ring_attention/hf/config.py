@@ -50,7 +50,7 @@ class PatternsOfLayers(Protocol):
 
 
 @dataclass(frozen=True)
-class _Patterns:
+class Patterns:
     """The patterns in a config's `ring_dilated`: one for all layers, if there is one, and the patterns of single layers."""
 
     pattern: Pattern | None
@@ -70,7 +70,7 @@ class _Patterns:
 
 def layer_pattern(config: Any, layer: int | None, of_model: Branch | None = None) -> Pattern:
     """Returns what `patch_config` set for a layer, else its own window or chunks `of_model`, else what was set for all."""
-    patterns = _patterns(config)
+    patterns = patterns_of(config)
     if layer is not None and layer in patterns.layers:
         return patterns.layers[layer]
     if of_model is not None or patterns.pattern is None:
@@ -85,24 +85,25 @@ def layer_pattern(config: Any, layer: int | None, of_model: Branch | None = None
 
 def patterns_of_layers(config: Any) -> Mapping[int, Pattern]:
     """Returns the patterns of single layers by the layers' numbers."""
-    return _patterns(config).layers
+    return patterns_of(config).layers
 
 
 #: Cache: parsed patterns, by the text of a config's attribute, because each layer asks at every token that is generated.
-_parsed_before: dict[str, _Patterns] = {}
+_parsed_before: dict[str, Patterns] = {}
 
 
-def _patterns(config: Any) -> _Patterns:
+def patterns_of(config: Any) -> Patterns:
+    """Returns the patterns in a config."""
     settings = settings_of(config)
     if settings is None:
-        return _Patterns(None, {})
+        return Patterns(None, {})
     key = repr(settings)
     if len(_parsed_before) >= 256:
         _parsed_before.clear()
     return _parsed_before.get(key) or _parsed_before.setdefault(key, _parsed(settings))
 
 
-def _parsed(settings: Any) -> _Patterns:
+def _parsed(settings: Any) -> Patterns:
     """Parses every key: an ignored key would mean exact attention instead of a pattern."""
     try:
         keys = {*settings} - {"hint"} if isinstance(settings, Mapping) else set()
@@ -113,7 +114,7 @@ def _parsed(settings: Any) -> _Patterns:
         if not all(isinstance(number, str) and re.fullmatch("[0-9]{1,6}", number) for number in numbers):
             raise ValueError("'layers' must be a dict by layer number, written as text as in JSON: {'0': ...}")
         pattern = Pattern.from_dict(settings["pattern"]) if "pattern" in settings else None
-        return _Patterns(pattern, {int(number): Pattern.from_dict(layers[number]) for number in numbers})
+        return Patterns(pattern, {int(number): Pattern.from_dict(layers[number]) for number in numbers})
     except ValueError as error:
         raise ValueError(
             f"config.{IMPLEMENTATION} must be as ra.patch_config writes it, got {settings!r}: {error}: call ra.patch_config, "
@@ -157,7 +158,7 @@ def keep_implementation(config: PretrainedConfig) -> None:
 def has_only_exact_attention(config: PretrainedConfig) -> bool:
     """Returns whether a text model computes the same without this package, so that it is saved as any other model."""
     try:
-        patterns = _patterns(config)
+        patterns = patterns_of(config)
     except ValueError:
         return False  # It is refused as soon as it is computed.
     exact = all(pattern in (None, Pattern.exact()) for pattern in (patterns.pattern, *patterns.layers.values()))
@@ -197,7 +198,7 @@ def warn_once(text: str, level: int = logging.WARNING) -> None:
 
 def fewest_last_of(config: Any) -> int | None:
     """Returns how many of a document's last tokens see every key in all layers that have a `Last`; None if no layer has one."""
-    patterns = _patterns(config)
+    patterns = patterns_of(config)
     found = [fewest_last(pattern) for pattern in (patterns.pattern, *patterns.layers.values()) if pattern is not None]
     return min((tokens for tokens in found if tokens is not None), default=None)
 
@@ -237,20 +238,20 @@ def patch_config(
         pattern = resolve_name(CALLBACKS["load_pattern"])(pattern)
     text_config = config.get_text_config()
     check_config(text_config)
-    before, count = _patterns(text_config), text_config.num_hidden_layers
+    before, count = patterns_of(text_config), text_config.num_hidden_layers
     if isinstance(pattern, PatternsOfLayers):
         _check_calibration(pattern, text_config)
-        patterns = _Patterns(None, pattern.layers)
+        patterns = Patterns(None, pattern.layers)
     elif isinstance(pattern, Sequence) and not isinstance(pattern, str):
         if len(pattern) != count:
             raise ValueError(f"patch_config: a list needs one pattern for each of {count} layers, got {len(pattern)}")
-        patterns = _Patterns(None, {number: as_pattern(one, "patch_config") for number, one in enumerate(pattern)})
+        patterns = Patterns(None, {number: as_pattern(one, "patch_config") for number, one in enumerate(pattern)})
     else:
         pattern = as_pattern(pattern, "patch_config")
         own = dict.fromkeys(_checked_layers(layers, count), pattern)
         by_layer, others = {**before.layers, **own}, before.pattern or Pattern.exact()
         as_a_list = len(by_layer) == count and others == Pattern.exact()
-        patterns = _Patterns(None if as_a_list else others, by_layer) if own else _Patterns(pattern, {})
+        patterns = Patterns(None if as_a_list else others, by_layer) if own else Patterns(pattern, {})
     if layers is not None and not isinstance(pattern, Pattern):
         raise ValueError("patch_config: a list or a calibration has patterns for layers of its own: leave layers out")
     patterns.check(text_config)

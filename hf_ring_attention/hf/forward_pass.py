@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from ..plan.layouts import SequenceLayout
-from ..plan.patterns import Pattern
 from ..plan.problem import Documents, HeldKeys
 from ..ring.ring import Ring
 from .wrappers import attachment_of, inner_model
@@ -77,8 +76,7 @@ class ForwardPass:
     join_last: Callable[[Tensor], Tensor] | None = None
     origin: Any = None  # the `Origin` of results that are formed when they are used; None if none are
     join_result: Callable[[Any], Any] | None = None  # makes the output of the call of the output for this rank's part
-    own_patterns: Mapping[int, Pattern] = field(default_factory=dict)  # the layers' own patterns, by their numbers
-    calls: dict[Any, Any] = field(default_factory=dict)  # the calls of attention so far, by the kind of layer
+    patterns: Any = None  # the `Patterns` of its config
     tokens: list[Any] = field(default_factory=list)  # the facts of its masks, which last as long as it does
     attended: bool = False  # whether a layer has attended by ring_dilated
     outer: ForwardPass | None = None  # the call inside which this one runs

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from transformers.masking_utils import AttentionMaskInterface, and_masks
 from ..plan.branches import Segment, Window
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents, HeldKeys
-from ..ring.attention import FORWARD
 from ..ring.operator import CALLS, UNTRACEABLE, check_not_traced
+from ..ring.planned import FORWARD
 from .config import warn_once
 from .forward_pass import ForwardPass, drop_broken_passes, forward_pass_of, number_of
 from .registration import IMPLEMENTATION
@@ -50,7 +50,7 @@ _PACKED = {"packed_sequence_mask_function", "remap_positions_for_packed_sequence
 _TOKENS = "_ring_dilated_tokens"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Tokens:
     """The keys of a layer, as its mask describes them."""
 
@@ -66,7 +66,7 @@ class Tokens:
     held: HeldKeys | None = None  # the part of the sequence in the cache of this rank; None for all of it
     #: [B, written], False for padding, if a document has padding inside, as behind a cached prefix; else None. `documents` then
     #: describes rows whose padding was moved to the front.
-    valid: Tensor | None = None
+    valid: Tensor | None = field(default=None, compare=False)
 
 
 @torch.compiler.disable(reason=UNTRACEABLE)

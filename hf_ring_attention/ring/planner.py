@@ -23,7 +23,7 @@ from ..transport.communicators import Communicator
 from ..transport.heads import HeadsTransport
 from ..transport.table import TRANSPORTS
 from ..transport.transports import Traffic, Transport
-from .bindings import ROUNDS_TO_WAIT, Bindings
+from .bindings import ROUNDS_TO_WAIT, Bindings, Kept
 
 logger = logging.getLogger(__name__)
 
@@ -96,25 +96,25 @@ class Planner:
         self._working = False
         self._lock = threading.Lock()
 
-    def transport_for(self, key: CallKey) -> Transport | HeadsTransport:
-        """Returns the transport of a call, with the call's row numbers on the device.
+    def transport_for(self, key: CallKey) -> tuple[Kept, Transport | HeadsTransport]:
+        """Returns the binding of a call, with its row numbers on the device, and the transport by it.
 
         If the thread is making the same binding, this waits for it.
         """
         start = time.perf_counter()
         with in_turn(key.problem):
             decision, call = _decided(self.transport, key, self._rank)
-            binding = self.bindings.of(*call)
+            kept = self.bindings.of(*call)
         self._traffic.planned_seconds += time.perf_counter() - start
-        self._learn(key)
+        self.learn(key)
         if self._rank == 0 and decision.choice not in self._logged:  # once, whatever the number of layers and calls
             self._logged.add(decision.choice)
             ranks = key.problem.layout.world_size
             logger.info("ring of %d: transport %s, because %s", ranks, decision.choice, decision.reason)
         make: Callable[..., Transport | HeadsTransport] = TRANSPORTS[decision.choice].make
-        return make(binding, self._communicator, self._traffic)
+        return kept, make(kept.binding, self._communicator, self._traffic)
 
-    def _learn(self, key: CallKey) -> None:
+    def learn(self, key: CallKey) -> None:
         """Remembers the kind of a call that came, and plans it for the batches that are expected after this one."""
         if not self._batches or key.device.type not in ("cpu", "cuda"):
             return
