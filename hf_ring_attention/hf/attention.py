@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +14,17 @@ from transformers.modeling_utils import AttentionInterface
 
 from ..compute.private import attentions_are_collected, prompt_is_cut
 from ..plan.branches import Branch, Segment, Window
+from ..plan.call import Outside
 from ..plan.parts import fewest_last
 from ..plan.patterns import Pattern
 from ..plan.problem import Documents, HeldKeys
 from ..ring.operator import UNTRACEABLE, GraphLayer, check_not_traced
-from ..ring.planned import FORWARD, Planned, outside, planned_call
+from ..ring.planned import Planned, outside, planned_call, refusals_of_all
 from ..ring.ring import Ring
-from .config import layer_pattern, patterns_of, patterns_of_layers
+from .config import Patterns, layer_pattern, patterns_of, patterns_of_layers
 from .forward_pass import CALL, ForwardPass, forward_pass_of, names_rows_in_graph, number_of, running
 from .hybrid_types import MIXERS
-from .masks import OwnBranch, Tokens, padding_first, tokens_of
+from .masks import TOKENS, OwnBranch, Tokens, padding_first, tokens_of
 from .registration import IMPLEMENTATION
 from .rows import at_its_place_in_the_row
 from .wrappers import MODULES, attachment_of, head_shard, ring_of_calls
@@ -41,6 +42,8 @@ _KNOWN = (
 TAP = "_ring_dilated_tap"
 
 
+#: Queries, keys, values and sinks.
+_Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None]
 #: The other arguments of a layer: dropout, scaling, sliding_window and softcap, and those beside them by their names.
 _Settings = tuple[float, float | None, int | None, float | None, Mapping[str, Any]]
 
@@ -89,10 +92,10 @@ def ring_dilated_attention(
     return _layer_attention(module, tensors, attention_mask, settings), None
 
 
-def _layer_attention(module: nn.Module, tensors: Any, mask: Tensor | None, settings: _Settings) -> Tensor:
+def _layer_attention(module: nn.Module, tensors: _Tensors, mask: Tensor | None, settings: _Settings) -> Tensor:
     """Returns out [B, m, H, Dv] of a layer."""
     now = forward_pass_of(getattr(module, "config", None))
-    (query, key, value, sinks), tokens = tensors, _tokens_of(module, mask, now)
+    (query, key, value, sinks), tokens = tensors, getattr(mask, TOKENS, None) or _tokens_of(module, mask, now)
     planned = _planned(module, tensors, tokens, settings, now)
     layout, valid = tokens.layout, tokens.valid
     if layout is not None:
@@ -126,7 +129,7 @@ def call_in_graph(
 
 def _planned(
     module: nn.Module,
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    tensors: _Tensors,
     tokens: Tokens,
     settings: _Settings,
     now: ForwardPass | None,
@@ -138,87 +141,100 @@ def _planned(
         recorded: whether a graph records gradients; None outside of graphs.
     """
     check_not_traced()
-    if now is not None:
-        now.attended = True
-    config, number, (query, key, *_) = getattr(module, "config", None), getattr(module, "layer_idx", None), tensors
-    ring, (*numbers, given) = ring_of_calls(module, now is not None and now.whole), settings
-    patterns = patterns_of(config) if now is None else now.patterns
+    if now is None:
+        facts = _facts_of(module, None)
+    else:
+        now.attended, facts = True, now.facts or _facts_of(module, now)
+        now.facts = facts
+    ring, patterns, of_pass = facts
+    (query, key, value, sinks), number, given = tensors, getattr(module, "layer_idx", None), settings[4]
+    # A layer counts all heads, whatever this rank has.
+    total = getattr(module, "num_heads", None) or getattr(module, "num_attention_heads", None) or of_pass.heads
     # All that decides the checks and the call.
     kind = (
         type(module),
         tokens,
         tokens.valid is None,
-        tokens.causal is None and (_own_branch(module, numbers[2]), getattr(module, "is_causal", True)),
-        *(patterns.pattern, patterns.layers.get(number), bool(patterns.layers)),
-        *numbers,
-        *((name, x if isinstance(x, (bool, int)) else None) for name, x in given.items() if x is not None),
-        attentions_are_collected(),
-        any(other is config for other in running().exact),
-        now is not None and (now.skipped, bool(now.skipped) and number),
-        head_shard(module, query, key),
+        tokens.causal is None and (_own_branch(module, settings[2]), getattr(module, "is_causal", True)),
+        *(patterns.pattern, patterns.layers.get(-1 if number is None else number), bool(patterns.layers)),
+        *(of_pass, of_pass.skipped and number, settings[:4]),
+        tuple([(name, x if isinstance(x, (bool, int)) else None) for name, x in given.items() if x is not None]),
+        None if query.shape[1] == total else head_shard(module, query, key),
         torch.is_grad_enabled() if recorded is None else recorded,
-        recorded is None,
-        outside(ring),
-        *(None if x is None else (x.shape, x.dtype, x.device, x.requires_grad) for x in tensors),
+        *(recorded, query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype),
+        *(query.device, key.device, value.device, query.requires_grad, key.requires_grad, value.requires_grad),
+        None if sinks is None else (sinks.shape, sinks.device, sinks.requires_grad),
     )
     planned: Planned | None = ring.planned.find(kind)
     if planned is not None:
-        ring.planner.learn(planned.key)
+        if ring.planner.batches:
+            ring.planner.learn(planned.key)
         return planned
-    planned = _checked(module, tensors, tokens, settings, now, ring, recorded)
+    with refusals_of_all(ring):
+        call = _checked(module, tensors, tokens, settings, now, ring)
+    try:
+        planned = planned_call(ring, *tensors, **call, recorded_in_graph=recorded)
+    except ValueError as refused:
+        raise ValueError(f"{_name_of(module)}: {refused}") from None
     if fewest_last(planned.call.pattern) is None:  # Otherwise the pieces of a prompt decide too.
         ring.planned.keep(kind, planned)
     return planned
 
 
+class _OfPass(NamedTuple):
+    """The facts of a forward pass that decide the calls of all its layers."""
+
+    outside: Outside
+    collects: bool  # whether attention weights are asked for
+    heads: int | None  # of the config
+    exact: bool  # whether the model attends as without its patterns
+    skipped: tuple[int, ...]
+    outside_of_passes: bool
+
+
+def _facts_of(module: nn.Module, now: ForwardPass | None) -> tuple[Ring, Patterns, _OfPass]:
+    """Returns the ring, the patterns and further facts of the calls of a forward pass, or of a call outside of any."""
+    config, ring = getattr(module, "config", None), ring_of_calls(module, now is not None and now.whole)
+    heads = getattr(config, "num_attention_heads", None)
+    exact, skipped = any(other is config for other in running().exact), () if now is None else now.skipped
+    of_pass = _OfPass(outside(ring), attentions_are_collected(), heads, exact, skipped, now is None)
+    return ring, patterns_of(config) if now is None else now.patterns, of_pass
+
+
 def _checked(
-    module: nn.Module,
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    tokens: Tokens,
-    settings: _Settings,
-    now: ForwardPass | None,
-    ring: Ring,
-    recorded: bool | None,
-) -> Planned:
-    """Checks a layer's call, decides its pattern, documents and heads, and plans it."""
+    module: nn.Module, tensors: _Tensors, tokens: Tokens, settings: _Settings, now: ForwardPass | None, ring: Ring
+) -> dict[str, Any]:
+    """Checks a layer's call, and returns its arguments of `planned_call` beside tensors."""
     (query, key, *_), (_, scaling, sliding_window, softcap, given) = tensors, settings
-    try:
-        _check_call(module, settings, now)
-        if ring.world_size > 1 and tokens.layout is None and tokens.held is None:
-            raise ValueError(
-                f"{type(module).__name__} of a sharded model got no mask of ring_dilated, so its documents are unknown: call "
-                f"the model, not its layers; with a cp_size, make the ring by Ring.from_accelerator before accelerator.prepare"
-            )
-        causal = tokens.causal
-        if causal is None:  # A plain mask.
-            is_causal = given.get("is_causal")
-            causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        of_model = _of_model(module, tokens, sliding_window)
-        skipped = now.skipped if now is not None else ()
-        # Layers that draft tokens have numbers that begin at 0, as the layers of their model have, which own the patterns.
-        layer = None if skipped else getattr(module, "layer_idx", None)
-        if layer is None and not skipped and patterns_of_layers(getattr(module, "config", None)):
-            raise ValueError(
-                f"{type(module).__name__}: expected one pattern for all layers, got patterns by layer, and its layers share "
-                f"attention without a number: call ra.patch_model(model, pattern)"
-            )
-        pattern = _pattern_of(module, layer, of_model)
-        held, documents = tokens.held, tokens.documents
-        if held is None:
-            if tokens.layout is None:
-                held, documents = _held(module, query.shape[2], key.shape[2], tokens, causal)
-                dropped = tokens.before > (skipped[int(module.layer_idx)] if skipped else 0)  # type: ignore[arg-type]
-                _check_dropped_keys(module, dropped, of_model, pattern)
-            _check_padding_and_pieces(module, tokens, of_model, pattern, held)
-        heads = head_shard(module, query, key)
-    except (ValueError, NotImplementedError) as refused:
-        with ring.agreement(FORWARD, by_digest=True):  # The other ranks compare their calls here.
-            raise refused
-    options = pattern, tokens.layout, causal, scaling, documents, softcap, heads
-    try:
-        return planned_call(ring, *tensors, *options, held=held, recorded_in_graph=recorded)
-    except ValueError as refused:
-        raise ValueError(f"{_name_of(module)}: {refused}") from None
+    _check_call(module, settings, now)
+    if ring.world_size > 1 and tokens.layout is None and tokens.held is None:
+        raise ValueError(
+            f"{type(module).__name__} of a sharded model got no mask of ring_dilated, so its documents are unknown: call the "
+            f"model, not its layers; with a cp_size, make the ring by Ring.from_accelerator before accelerator.prepare"
+        )
+    causal = tokens.causal
+    if causal is None:  # A plain mask.
+        is_causal = given.get("is_causal")
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    of_model = _of_model(module, tokens, sliding_window)
+    skipped = now.skipped if now is not None else ()
+    # Layers that draft tokens have numbers that begin at 0, as the layers of their model have, which own the patterns.
+    layer = None if skipped else getattr(module, "layer_idx", None)
+    if layer is None and not skipped and patterns_of_layers(getattr(module, "config", None)):
+        raise ValueError(
+            f"{type(module).__name__}: expected one pattern for all layers, got patterns by layer, and its layers share "
+            f"attention without a number: call ra.patch_model(model, pattern)"
+        )
+    pattern = _pattern_of(module, layer, of_model)
+    held, documents = tokens.held, tokens.documents
+    if held is None:
+        if tokens.layout is None:
+            held, documents = _held(module, query.shape[2], key.shape[2], tokens, causal)
+            dropped = tokens.before > (skipped[int(module.layer_idx)] if skipped else 0)  # type: ignore[arg-type]
+            _check_dropped_keys(module, dropped, of_model, pattern)
+        _check_padding_and_pieces(module, tokens, of_model, pattern, held)
+    call = {"pattern": pattern, "layout": tokens.layout, "causal": causal, "scale": scaling, "documents": documents}
+    return call | {"softcap": softcap, "head_shard": head_shard(module, query, key), "held": held}
 
 
 def _of_model(module: nn.Module, tokens: Tokens, sliding_window: int | None) -> Branch | None:
@@ -356,21 +372,19 @@ def _check_call(module: nn.Module, settings: _Settings, now: ForwardPass | None)
 
 def _tokens_of(module: nn.Module, mask: Tensor | None, now: ForwardPass | None) -> Tokens:
     """Returns the facts of a layer's mask, which is of this package, plain, or None."""
-    name, refused = type(module).__name__, None
-    if mask is not None and (not isinstance(mask, Tensor) or (mask.dim() != 2 and number_of(mask) is None)):
-        got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        refused = (
-            f"{name}: ring_dilated takes padding as a mask [batch, tokens], got {got}: pass the 2-D attention_mask, and for "
-            f"packed documents position_ids that restart"
-        )
-    if mask is None and now is not None and now.layout is None and now.documents is not None:
-        refused = (
-            f"{name} was given packed rows, and its model makes its own masks without documents: pass one document a row"
-        )
-    if refused is None:
-        return tokens_of(mask)
-    with ring_of_calls(module, now is not None and now.whole).agreement(FORWARD, by_digest=True):
-        raise ValueError(refused)
+    name = type(module).__name__
+    with refusals_of_all(ring_of_calls(module, now is not None and now.whole)):
+        if mask is not None and (not isinstance(mask, Tensor) or (mask.dim() != 2 and number_of(mask) is None)):
+            got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+            raise ValueError(
+                f"{name}: ring_dilated takes padding as a mask [batch, tokens], got {got}: pass the 2-D attention_mask, and "
+                f"for packed documents position_ids that restart"
+            )
+        if mask is None and now is not None and now.layout is None and now.documents is not None:
+            raise ValueError(
+                f"{name} was given packed rows, and its model makes its own masks without documents: pass one document a row"
+            )
+    return tokens_of(mask)
 
 
 @functools.cache

@@ -77,6 +77,7 @@ class ForwardPass:
     origin: Any = None  # the `Origin` of results that are formed when they are used; None if none are
     join_result: Callable[[Any], Any] | None = None  # makes the output of the call of the output for this rank's part
     patterns: Any = None  # the `Patterns` of its config
+    facts: Any = None  # which decide the calls of all its layers
     tokens: list[Any] = field(default_factory=list)  # the facts of its masks, which last as long as it does
     attended: bool = False  # whether a layer has attended by ring_dilated
     outer: ForwardPass | None = None  # the call inside which this one runs
@@ -151,11 +152,11 @@ def forward_pass_of(config: Any) -> ForwardPass | None:
     return now if now is not None and now.runner.config is config else None
 
 
-def number_of(mask: Tensor | None) -> int | None:
+def number_of(mask: Any) -> int | None:
     """Returns the number in a mask of this package, or in a copy; None for other masks."""
     kinds = (torch.int64, NUMBER_IN_GRAPHS)
-    own = mask is not None and mask.dim() == 4 and mask.numel() == 1 and mask.dtype in kinds
-    return int(mask) if own else None  # type: ignore[arg-type]
+    own = isinstance(mask, Tensor) and mask.dim() == 4 and mask.numel() == 1 and mask.dtype in kinds
+    return int(mask) if own else None
 
 
 def names_rows_in_graph(mask: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +15,9 @@ from torch import Tensor
 
 #: A binding that was made ahead is dropped if no call needs it for so many rounds (`Bindings.next_round`).
 ROUNDS_TO_WAIT = 4
+
+#: The values of a planned call take as much memory as this many parts of a binding.
+PARTS_OF_A_CALL = 8
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -28,7 +31,9 @@ class Kept:
 
 
 class PlannedCalls:
-    """The planned calls of one rank by value. If their bindings take too much memory, the least recently used goes first.
+    """The planned calls of one rank by value. If their bindings take too much memory, the oldest one goes first.
+
+    A call that is in use and goes is planned again, once for many new ones.
 
     Args:
         max_bytes: the most bytes of tensors in bindings; the last call is kept however large its binding is.
@@ -38,35 +43,32 @@ class PlannedCalls:
 
     def __init__(self, max_bytes: int = 256 << 20, max_parts: int = 1 << 14) -> None:
         self.max_bytes, self.max_parts = max_bytes, max_parts
-        self._calls: OrderedDict[Hashable, Any] = OrderedDict()  # the least recently used first
+        self.nbytes, self._parts = 0, 0
+        self._calls: dict[Hashable, Any] = {}  # the oldest first
+        #: Returns what was planned for an equal call; None if there is nothing.
+        self.find: Callable[[Hashable], Any] = self._calls.get
+        self._users: Counter[Kept] = Counter()  # the number of calls that share a binding
         self._lock = threading.Lock()
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the tensors in bindings."""
-        return sum(kept.size for kept in self._kept())
-
-    def _kept(self) -> list[Kept]:
-        return [*{id(planned.kept): planned.kept for planned in self._calls.values()}.values()]
-
-    def find(self, call: Hashable) -> Any:
-        """Returns what was planned for an equal call; None if there is nothing."""
-        with self._lock:
-            planned = self._calls.get(call)
-            if planned is not None:
-                self._calls.move_to_end(call)
-            return planned
 
     def keep(self, call: Hashable, planned: Any) -> None:
         """Keeps a planned call, whose `kept` is the binding of its plan, for calls that are equal to `call`."""
         with self._lock:
+            if call in self._calls:  # Another thread has planned it.
+                return
             self._calls[call] = planned
-            self._calls.move_to_end(call)
-            while len(self._calls) > 1 and self._are_too_large(self._kept()):
-                self._calls.popitem(last=False)
+            self._count(planned.kept, 1)
+            while len(self._calls) > 1 and (self.nbytes > self.max_bytes or self._parts > self.max_parts):
+                self._count(self._calls.pop(next(iter(self._calls))).kept, -1)
 
-    def _are_too_large(self, kept: list[Kept]) -> bool:
-        return sum(x.size for x in kept) > self.max_bytes or sum(x.parts for x in kept) > self.max_parts
+    def _count(self, kept: Kept, change: int) -> None:
+        """Adds a call that uses a binding, or takes it away; a binding counts once."""
+        before = self._users[kept]
+        self._users[kept] += change
+        if not before or not self._users[kept]:
+            self.nbytes += change * kept.size
+            self._parts += change * (kept.parts + PARTS_OF_A_CALL)
+        if not self._users[kept]:
+            del self._users[kept]
 
 
 class Bindings:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -64,10 +65,10 @@ def planned_call(
     refused = planned = call = None
     try:
         call = Call(
-            _facts(q),
-            _facts(k),
-            _facts(v),
-            None if sinks is None else _facts(sinks),
+            _tensor_facts(q),
+            _tensor_facts(k),
+            _tensor_facts(v),
+            None if sinks is None else _tensor_facts(sinks),
             as_pattern(pattern, "ring_attention"),
             layout,
             None if documents is None else _hashable(documents),
@@ -85,7 +86,8 @@ def planned_call(
     except REFUSALS as error:
         refused = error
     if planned is not None:
-        ring.planner.learn(planned.key)
+        if ring.planner.batches:
+            ring.planner.learn(planned.key)
         return planned
     with ring.agreement(FORWARD, by_digest=True) as agreed:
         _check_tensors(q, k, v, softcap, sinks)
@@ -104,13 +106,23 @@ def planned_call(
     return planned
 
 
+@contextmanager
+def refusals_of_all(ring: Ring) -> Iterator[None]:
+    """A context whose errors end a forward pass of attention on all ranks, which compare their calls meanwhile."""
+    try:
+        yield
+    except (ValueError, NotImplementedError) as refused:
+        with ring.agreement(FORWARD, by_digest=True):
+            raise refused
+
+
 def outside(ring: Ring) -> Outside:
     """Returns the settings beside a call that decide its transport or its kernel."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     return Outside(ring.transport, ring.kernel, ring.settings, deterministic, torch_flash())
 
 
-def _facts(x: Tensor) -> TensorFacts:
+def _tensor_facts(x: Tensor) -> TensorFacts:
     return TensorFacts(tuple(x.shape), x.dtype, x.device)
 
 
@@ -133,13 +145,15 @@ class Planned:
         groups = (problem.group, 1) if by_query_head and problem.group > 1 else (problem.group,)
         tiles, notes = tile_kinds(problem, ring.rank), ring.note_kernel
         self.kernel = choose_kernel(device, dtype, *widths, call.softcap, call.outside.kernel, tiles, notes, groups)
-        if call.scale is not None and not call.scale > 0:  # Masks are -inf, which only a factor above 0 leaves as it is.
+        # Masks are -inf, which only a factor above 0 leaves as it is.
+        if call.scale is not None and not call.scale > 0:
             raise ValueError(f"ring_attention: scale must be above 0, or None for D ** -0.5, got {call.scale!r}")
         self.scale = widths[0] ** -0.5 if call.scale is None else call.scale
         sizes = RowBytes(sum(widths) * dtype.itemsize, sum(widths) * accumulation_dtype(dtype).itemsize)
         self.key = CallKey(problem, sizes, device, self.kernel.joining)
         self.digest = 0  # of the values that ranks have in common
         self.kept: Any = None  # the binding of its plan
+        self._execution: Execution | None = None
         self.number = torch.tensor([CALLS.add(self)])
 
     def shared(self) -> dict[str, Any]:
@@ -172,7 +186,8 @@ class Planned:
 
     def plan(self) -> Execution:
         """Returns the parts that execute the call; the first time, it plans the call without messages."""
-        if self.kept is None:
+        if self._execution is None:
+            transport: Any
             if self.call.held is None:
                 self.kept, transport = self.ring.planner.transport_for(self.key)
             else:
@@ -189,7 +204,7 @@ class Planned:
         tangents = forward_ad.unpack_dual(q)[1], forward_ad.unpack_dual(k)[1], forward_ad.unpack_dual(v)[1]
         if tangents != (None, None, None):
             raise RuntimeError("ring_dilated has no forward-mode derivative (jvp, jacfwd): use backward, or 'eager'")
-        q, k, v = self.plan().laid_out(q, k, v)
+        q, k, v = (self._execution or self.plan()).laid_out(q, k, v)
         number = self.ring.calls.next_number() if self.call.recorded else 0
         try:
             results = self._operator(q, k, v, sinks, self.number, number, "", ())
@@ -206,7 +221,7 @@ class Planned:
         calls.compared = None  # The ranks have compared this call, but not its repetitions.
         if self.problem.held is not None and is_ring:
             return *self._attend_to_cache(q, k, v, sinks), []
-        return self.plan().forward(q, k, v, sinks, self.call.with_lse)
+        return (self._execution or self.plan()).forward(q, k, v, sinks, self.call.with_lse)
 
     def backward(
         self, dout: Tensor, saved: list[Saved], sinks: Tensor | None, number: int, layer: GraphLayer

@@ -85,7 +85,7 @@ class Planner:
         self._rank = 0 if communicator is None else communicator.rank
         self._logged: set[str] = set()
         #: The batch of the last call, and after it the expected batches in their order.
-        self._batches: OrderedDict[_BatchRows, None] = OrderedDict()
+        self.batches: OrderedDict[_BatchRows, None] = OrderedDict()
         #: Kinds of calls, by the last round in which one came with the rows of an expected batch.
         self._kinds: dict[CallKey, int] = {}
         self._jobs: deque[tuple[CallKey, _BatchRows]] = deque()
@@ -116,18 +116,18 @@ class Planner:
 
     def learn(self, key: CallKey) -> None:
         """Remembers the kind of a call that came, and plans it for the batches that are expected after this one."""
-        if not self._batches or key.device.type not in ("cpu", "cuda"):
+        if not self.batches or key.device.type not in ("cpu", "cuda"):
             return
         rows = key.problem.layout, key.problem.documents
         with self._lock:
             self._called = True
-            if rows not in self._batches:
+            if rows not in self.batches:
                 return
-            while next(iter(self._batches)) != rows:
-                self._batches.popitem(last=False)
+            while next(iter(self.batches)) != rows:
+                self.batches.popitem(last=False)
             kind = key.with_rows(SequenceLayout("contiguous", 1, rows[0].world_size), ())
             if kind not in self._kinds:
-                self._begin([(kind, batch) for batch in list(self._batches)[1:]])
+                self._begin([(kind, batch) for batch in list(self.batches)[1:]])
             self._kinds[kind] = self._round
 
     def expect(self, layout: SequenceLayout, documents: Documents) -> None:
@@ -142,11 +142,11 @@ class Planner:
                 self._round += 1
                 self.bindings.next_round()
                 self._kinds = {kind: x for kind, x in self._kinds.items() if self._round - x <= ROUNDS_TO_WAIT}
-            if rows in self._batches:
+            if rows in self.batches:
                 return
-            self._batches[rows] = None
-            if len(self._batches) > _MOST_BATCHES:
-                self._batches.popitem(last=False)
+            self.batches[rows] = None
+            if len(self.batches) > _MOST_BATCHES:
+                self.batches.popitem(last=False)
             self._begin([(kind, rows) for kind in self._kinds])
 
     def wait(self) -> None:

@@ -11,7 +11,7 @@ import torch
 
 import hf_ring_attention as ra
 from hf_ring_attention.ring import planner
-from hf_ring_attention.ring.bindings import Bindings, PlannedCalls
+from hf_ring_attention.ring.bindings import PARTS_OF_A_CALL, Bindings, PlannedCalls
 from tests.support.ranks import CONTEXT, PROMPTLY, forked, run_simulated
 
 LENGTH = 24
@@ -254,16 +254,15 @@ class OneCall:
         self.kept = bindings.of(of_size, name, numbers)
 
 
-@pytest.mark.parametrize("bound", [{"max_bytes": 64}, {"max_parts": 2}], ids=str)
-def test_the_one_used_longest_ago_goes_where_they_are_too_large_or_have_too_many_parts(bound):
+@pytest.mark.parametrize("bound", [{"max_bytes": 64}, {"max_parts": 2 * (1 + PARTS_OF_A_CALL)}], ids=str)
+def test_the_oldest_goes_where_they_are_too_large_or_have_too_many_parts(bound):
     planned, bindings = PlannedCalls(**bound), Bindings()
     for name in "ab":
         planned.keep(name, OneCall(bindings, name, 4))
-    first = planned.find("a")
-    assert first is not None and planned.nbytes == 64
+    assert planned.find("a") is not None and planned.nbytes == 64
     planned.keep("c", OneCall(bindings, "c", 1))
-    assert planned.find("a") is first and planned.nbytes == 40
-    assert planned.find("b") is None
+    assert planned.find("b") is not None and planned.nbytes == 40
+    assert planned.find("a") is None
 
 
 def test_calls_share_a_binding_which_counts_once():
