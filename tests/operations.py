@@ -14,7 +14,7 @@ from hf_ring_attention.compute.fused import tiles
 from hf_ring_attention.compute.fused.choice import blocks_for
 from hf_ring_attention.compute.fused.tiles import Fused
 from hf_ring_attention.plan.kernel_choice import LONG_TILE
-from hf_ring_attention.ring import attention
+from hf_ring_attention.ring import planned
 from tests.support.cuda_operators import SilentOperators
 
 
@@ -28,7 +28,7 @@ def count_for_cuda(monkeypatch):
 
     monkeypatch.setattr(cuda_kernels, "aten", SilentOperators)
     monkeypatch.setattr(tiles, "_launch", lambda function, launch, *_, **__: torch.ops.silent.launch(launch.items))
-    monkeypatch.setattr(attention, "choose_kernel", chosen)
+    monkeypatch.setattr(planned, "choose_kernel", chosen)
 
 
 if __name__ == "__main__":

@@ -14,14 +14,16 @@ from transformers.modeling_utils import AttentionInterface
 
 from ..compute.private import attentions_are_collected, prompt_is_cut
 from ..plan.branches import Branch, Segment, Window
+from ..plan.call import Outside
 from ..plan.parts import fewest_last
 from ..plan.patterns import Pattern
 from ..plan.problem import Documents, HeldKeys
-from ..ring.attention import FORWARD, CheckedCall, Options, checked_call
 from ..ring.operator import UNTRACEABLE, GraphLayer, check_not_traced
-from .config import layer_pattern, patterns_of_layers
+from ..ring.planned import Planned, outside, planned_call, refusals_of_all
+from ..ring.ring import Ring
+from .config import Patterns, layer_pattern, patterns_of, patterns_of_layers
 from .forward_pass import CALL, ForwardPass, forward_pass_of, names_rows_in_graph, number_of, running
-from .masks import OwnBranch, Tokens, padding_first, tokens_of
+from .masks import TOKENS, OwnBranch, Tokens, padding_first, tokens_of
 from .model_types import MIXERS
 from .registration import IMPLEMENTATION
 from .rows import at_its_place_in_the_row
@@ -40,24 +42,10 @@ _KNOWN = (
 TAP = "_ring_dilated_tap"
 
 
-class _LayerArguments(NamedTuple):
-    """The arguments of a layer's call of attention."""
-
-    module: nn.Module
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None]  # queries, keys, values and sinks
-    mask: Tensor | Tokens | None
-    settings: tuple[float, float | None, int | None, float | None]  # dropout, scaling, sliding_window and softcap
-    others: Mapping[str, Any]  # by their names
-    recorded: bool | None = None  # whether a graph records gradients; None outside of graphs
-
-
-class _LayerCall(NamedTuple):
-    """A layer's call of attention, which serves all layers of a forward pass that come with equal arguments."""
-
-    call: CheckedCall
-    options: dict[str, Any]  # what `ring_attention` would get for it beside tensors
-    tokens: Tokens
-    of_model: Branch | None  # the window or chunks of the layers in the model itself
+#: Queries, keys, values and sinks.
+_Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None]
+#: The other arguments of a layer: dropout, scaling, sliding_window and softcap, and those beside them by their names.
+_Settings = tuple[float, float | None, int | None, float | None, Mapping[str, Any]]
 
 
 def ring_dilated_attention(
@@ -90,37 +78,37 @@ def ring_dilated_attention(
     device = query.device.type
     if torch.is_autocast_enabled(device):
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
-    settings = (dropout, scaling, sliding_window, softcap)
-    arguments = module, (query, key, value, s_aux), attention_mask, settings, kwargs
+    tensors, settings = (query, key, value, s_aux), (dropout, scaling, sliding_window, softcap, kwargs)
     if torch.compiler.is_dynamo_compiling():
         attachment, named = attachment_of(module), names_rows_in_graph(attention_mask)
         others = [name for name, x in kwargs.items() if x is not None and x is not False and name != CALL]
         plain = "is_causal" not in others and getattr(module, TAP, None) is None
         if attachment.in_graphs and named and plain:
-            numbers = [float(torch.is_grad_enabled()), *(math.nan if x is None else float(x) for x in settings)]
+            numbers = [float(torch.is_grad_enabled()), *(math.nan if x is None else float(x) for x in settings[:4])]
             text = f"{attachment.number} {' '.join(others)}"
-            out, _ = torch.ops.hf_ring_attention.attend(query, key, value, s_aux, attention_mask, 0, text, numbers)
+            out, _ = torch.ops.hf_ring_attention.attend(*tensors, attention_mask, 0, text, numbers)
             return out.transpose(1, 2).contiguous(), None
-        return _layer_attention_at_a_break(*arguments), None
-    return _layer_attention(*arguments), None
+        return _layer_attention_at_a_break(module, tensors, attention_mask, settings), None
+    return _layer_attention(module, tensors, attention_mask, settings), None
 
 
-def _layer_attention(module: nn.Module, tensors: Any, *others: Any) -> Tensor:
-    """Returns out [B, m, H, Dv] of a layer, by its `_LayerArguments`."""
-    layer = _layer_of(_LayerArguments(module, tensors, *others), forward_pass_of(getattr(module, "config", None)))
-    query, key, value, s_aux = tensors
-    layout, valid = layer.tokens.layout, layer.tokens.valid
+def _layer_attention(module: nn.Module, tensors: _Tensors, mask: Tensor | None, settings: _Settings) -> Tensor:
+    """Returns out [B, m, H, Dv] of a layer."""
+    now = forward_pass_of(getattr(module, "config", None))
+    (query, key, value, sinks), tokens = tensors, getattr(mask, TOKENS, None) or _tokens_of(module, mask, now)
+    planned = _planned(module, tensors, tokens, settings, now)
+    layout, valid = tokens.layout, tokens.valid
     if layout is not None:
-        query = at_its_place_in_the_row(module, query, layout, layer.call.ring.rank)
+        query = at_its_place_in_the_row(module, query, layout, planned.ring.rank)
     if valid is not None:
         asking = valid[:, -query.shape[2] :].to(query.device)
         rows, queries = padding_first(valid).to(query.device), padding_first(asking)
         query, key, value = _reordered(query, queries), _reordered(key, rows), _reordered(value, rows)
-    out = layer.call(query, key, value, s_aux)[0]
+    out = planned(query, key, value, sinks)[0]
     # A calibration chooses no pattern for layers with a window or chunks of their own.
-    tap = getattr(module, TAP, None) if layer.of_model is None and layer.call.problem.held is None else None
-    if tap is not None:
-        out = tap(module, query, key, value, out, {**layer.options, "sinks": s_aux})
+    tap = getattr(module, TAP, None)
+    if tap is not None and planned.call.held is None and _of_model(module, tokens, settings[2]) is None:
+        out = tap(module, query, key, value, out, planned.arguments() | {"sinks": sinks})
     if valid is not None:
         out = _reordered(out, queries.argsort(1)).masked_fill(~asking[:, None, :, None], 0)
     return out.transpose(1, 2).contiguous()
@@ -131,84 +119,128 @@ _layer_attention_at_a_break = torch.compiler.disable(_layer_attention, reason=UN
 
 def call_in_graph(
     now: ForwardPass, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layer: GraphLayer
-) -> CheckedCall:
-    """Returns the call of a layer inside a graph; the first layer of a kind in a forward pass checks and plans it."""
+) -> Planned:
+    """Returns the planned call of a layer inside a graph."""
     module, *others = layer.text.split()
     dropout, scaling, window, softcap = (None if math.isnan(x) else x for x in layer.numbers[1:])
-    of_layer = dropout or 0.0, scaling, None if window is None else int(window), softcap
-    given = dict.fromkeys(others, True)
-    arguments = _LayerArguments(MODULES[int(module)], (q, k, v, sinks), tokens, of_layer, given, layer.recorded)
-    return _layer_of(arguments, now).call
+    of_layer = dropout or 0.0, scaling, None if window is None else int(window), softcap, dict.fromkeys(others, True)
+    return _planned(MODULES[int(module)], (q, k, v, sinks), tokens, of_layer, now, layer.recorded)
 
 
-def _layer_of(arguments: _LayerArguments, now: ForwardPass | None) -> _LayerCall:
-    """Returns the call of a layer, or of an earlier layer of its kind in this pass; arguments of layers last a pass."""
-    if now is None:
-        return _layer_call(arguments, now)
-    module, tensors, mask, settings, others, _ = arguments
-    own = now.own_patterns.get(getattr(module, "layer_idx", -1))
-    keys = _own_branch(module, settings[2]) if isinstance(mask, Tokens) else number_of(mask)
-    kind = (
-        (type(module), own, keys, torch.is_grad_enabled(), *settings),
-        *[None if x is None else (x.shape, x.dtype, x.device, x.requires_grad) for x in tensors],
-        *[(name, x if isinstance(x, (int, float)) else id(x)) for name, x in others.items() if x is not None],
-    )
-    layer: _LayerCall | None = now.calls.get(kind)
-    if layer is None:
-        layer = _layer_call(arguments, now)
-        # The kind holds all that decides its keys.
-        if layer.tokens.causal is not None or isinstance(mask, Tokens):
-            now.calls[kind] = layer
-    return layer
+def _planned(
+    module: nn.Module,
+    tensors: _Tensors,
+    tokens: Tokens,
+    settings: _Settings,
+    now: ForwardPass | None,
+    recorded: bool | None = None,
+) -> Planned:
+    """Returns what was planned for a layer's call, or for an equal call of a layer of its kind; else checks and plans it.
 
-
-def _layer_call(arguments: _LayerArguments, now: ForwardPass | None) -> _LayerCall:
-    """Checks a layer's call, decides its pattern, documents and ring, and plans it."""
+    Args:
+        recorded: whether a graph records gradients; None outside of graphs.
+    """
     check_not_traced()
-    module, (query, key, value, sinks), mask, (_, scaling, sliding_window, softcap), kwargs, recorded = arguments
-    if now is not None:
-        now.attended = True
-    ring = ring_of_calls(module, now is not None and now.whole)
+    if now is None:
+        facts = _facts_of(module, None)
+    else:
+        now.attended, facts = True, now.facts or _facts_of(module, now)
+        now.facts = facts
+    ring, patterns, of_pass = facts
+    (query, key, value, sinks), number, given = tensors, getattr(module, "layer_idx", None), settings[4]
+    # A layer counts all heads, whatever this rank has.
+    total = getattr(module, "num_heads", None) or getattr(module, "num_attention_heads", None) or of_pass.heads
+    # All that decides the checks and the call.
+    kind = (
+        type(module),
+        tokens,
+        tokens.valid is None,
+        tokens.causal is None and (_own_branch(module, settings[2]), getattr(module, "is_causal", True)),
+        *(patterns.get(None), patterns.get(number), len(patterns)),
+        *(of_pass, of_pass.skipped and number, settings[:4]),
+        tuple([(name, x if isinstance(x, (bool, int)) else None) for name, x in given.items() if x is not None]),
+        None if query.shape[1] == total else head_shard(module, query, key),
+        torch.is_grad_enabled() if recorded is None else recorded,
+        *(recorded, query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype),
+        *(query.device, key.device, value.device, query.requires_grad, key.requires_grad, value.requires_grad),
+        None if sinks is None else (sinks.shape, sinks.device, sinks.requires_grad),
+    )
+    planned: Planned | None = ring.planned.find(kind)
+    if planned is not None:
+        if ring.planner.batches:
+            ring.planner.learn(planned.key)
+        return planned
+    with refusals_of_all(ring):
+        call = _checked(module, tensors, tokens, settings, now, ring)
     try:
-        _check_call(arguments, now)
-        tokens = mask if isinstance(mask, Tokens) else tokens_of(mask)
-        if ring.world_size > 1 and tokens.layout is None and tokens.held is None:
-            raise ValueError(
-                f"{type(module).__name__} of a sharded model got no mask of ring_dilated, so its documents are unknown: call "
-                f"the model, not its layers; with a cp_size, make the ring by Ring.from_accelerator before accelerator.prepare"
-            )
-        causal, own = tokens.causal, tokens.own
-        if causal is None:  # A plain mask.
-            is_causal, own = kwargs.get("is_causal"), _own_branch(module, sliding_window)
-            causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        of_model = None if own is None else own[0](own[1])
-        skipped = now.skipped if now is not None else ()
-        # Layers that draft tokens have numbers that begin at 0, as the layers of their model have, which own the patterns.
-        layer = None if skipped else getattr(module, "layer_idx", None)
-        if layer is None and not skipped and patterns_of_layers(getattr(module, "config", None)):
-            raise ValueError(
-                f"{type(module).__name__}: expected one pattern for all layers, got patterns by layer, and its layers share "
-                f"attention without a number: call ra.patch_model(model, pattern)"
-            )
-        pattern = _pattern_of(module, layer, of_model)
-        held, documents = tokens.held, tokens.documents
-        if held is None:
-            if tokens.layout is None:
-                held, documents = _held(module, query.shape[2], key.shape[2], tokens, causal)
-                dropped = tokens.before > (skipped[int(module.layer_idx)] if skipped else 0)  # type: ignore[arg-type]
-                _check_dropped_keys(module, dropped, of_model, pattern)
-            _check_padding_and_pieces(module, tokens, of_model, pattern, held)
-        heads = head_shard(module, query, key)
-    except (ValueError, NotImplementedError) as refused:
-        with ring.agreement(FORWARD, by_digest=True):  # The other ranks compare their calls here.
-            raise refused
-    options: dict[str, Any] = {"pattern": pattern, "ring": ring, "layout": tokens.layout, "causal": causal}
-    options |= {"scale": scaling, "documents": documents, "softcap": softcap, "head_shard": heads}
-    try:
-        call = checked_call(query, key, value, sinks, Options(**options, held=held, recorded_in_graph=recorded))
+        planned = planned_call(ring, *tensors, **call, recorded_in_graph=recorded)
     except ValueError as refused:
         raise ValueError(f"{_name_of(module)}: {refused}") from None
-    return _LayerCall(call, options, tokens, of_model)
+    if fewest_last(planned.call.pattern) is None:  # Otherwise the pieces of a prompt decide too.
+        ring.planned.keep(kind, planned)
+    return planned
+
+
+class _OfPass(NamedTuple):
+    """The facts of a forward pass that decide the calls of all its layers."""
+
+    outside: Outside
+    collects: bool  # whether attention weights are asked for
+    heads: int | None  # of the config
+    exact: bool  # whether the model attends as without its patterns
+    skipped: tuple[int, ...]
+    outside_of_passes: bool
+
+
+def _facts_of(module: nn.Module, now: ForwardPass | None) -> tuple[Ring, Patterns, _OfPass]:
+    """Returns the ring, the patterns and further facts of the calls of a forward pass, or of a call outside of any."""
+    config, ring = getattr(module, "config", None), ring_of_calls(module, now is not None and now.whole)
+    heads = getattr(config, "num_attention_heads", None)
+    exact, skipped = any(other is config for other in running().exact), () if now is None else now.skipped
+    of_pass = _OfPass(outside(ring), attentions_are_collected(), heads, exact, skipped, now is None)
+    return ring, patterns_of(config) if now is None else now.patterns, of_pass
+
+
+def _checked(
+    module: nn.Module, tensors: _Tensors, tokens: Tokens, settings: _Settings, now: ForwardPass | None, ring: Ring
+) -> dict[str, Any]:
+    """Checks a layer's call, and returns its arguments of `planned_call` beside tensors."""
+    (query, key, *_), (_, scaling, sliding_window, softcap, given) = tensors, settings
+    _check_call(module, settings, now)
+    if ring.world_size > 1 and tokens.layout is None and tokens.held is None:
+        raise ValueError(
+            f"{type(module).__name__} of a sharded model got no mask of ring_dilated, so its documents are unknown: call the "
+            f"model, not its layers; with a cp_size, make the ring by Ring.from_accelerator before accelerator.prepare"
+        )
+    causal = tokens.causal
+    if causal is None:  # A plain mask.
+        is_causal = given.get("is_causal")
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    of_model = _of_model(module, tokens, sliding_window)
+    skipped = now.skipped if now is not None else ()
+    # Layers that draft tokens have numbers that begin at 0, as the layers of their model have, which own the patterns.
+    layer = None if skipped else getattr(module, "layer_idx", None)
+    if layer is None and not skipped and patterns_of_layers(getattr(module, "config", None)):
+        raise ValueError(
+            f"{type(module).__name__}: expected one pattern for all layers, got patterns by layer, and its layers share "
+            f"attention without a number: call ra.patch_model(model, pattern)"
+        )
+    pattern = _pattern_of(module, layer, of_model)
+    held, documents = tokens.held, tokens.documents
+    if held is None:
+        if tokens.layout is None:
+            held, documents = _held(module, query.shape[2], key.shape[2], tokens, causal)
+            dropped = tokens.before > (skipped[int(module.layer_idx)] if skipped else 0)  # type: ignore[arg-type]
+            _check_dropped_keys(module, dropped, of_model, pattern)
+        _check_padding_and_pieces(module, tokens, of_model, pattern, held)
+    call = {"pattern": pattern, "layout": tokens.layout, "causal": causal, "scale": scaling, "documents": documents}
+    return call | {"softcap": softcap, "head_shard": head_shard(module, query, key), "held": held}
+
+
+def _of_model(module: nn.Module, tokens: Tokens, sliding_window: int | None) -> Branch | None:
+    """Returns the window or the chunks of a layer in the model itself."""
+    own = _own_branch(module, sliding_window) if tokens.causal is None else tokens.own
+    return None if own is None else own[0](own[1])
 
 
 def _pattern_of(module: nn.Module, layer: int | None, of_model: Branch | None) -> Pattern:
@@ -310,45 +342,49 @@ def _check_padding_and_pieces(
         )
 
 
-def _check_call(arguments: _LayerArguments, now: ForwardPass | None) -> None:
+def _check_call(module: nn.Module, settings: _Settings, now: ForwardPass | None) -> None:
     """Refuses dropout, a request for attention weights, and inputs that would change the scores, the keys or documents."""
-    module, _, mask, (dropout, *_), kwargs, _ = arguments
-    name = type(module).__name__
+    name, (dropout, *_, given) = type(module).__name__, settings
     if dropout:
         raise ValueError(
             f"{name}: attention dropout {dropout} was asked for, and ring_dilated has none: set the config's attention "
             f"dropout to 0 (attention_dropout, attn_pdrop) or call model.eval()"
         )
-    if kwargs.get("output_attentions") or attentions_are_collected():
+    if given.get("output_attentions") or attentions_are_collected():
         raise ValueError(
             f"{name}: output_attentions=True was asked for, but ring_dilated never forms the attention weights: use 'eager'"
         )
     kind: Any = type(module)
     passed = _strings_of_bases(kind)
-    for argument, present in kwargs.items():
+    for argument, present in given.items():
         # Transformers passes every entry of a batch on to here. Only those that the layer's own code names have a meaning.
         if present is not None and argument not in _KNOWN and (argument in passed or argument in _REFUSED):
             raise NotImplementedError(
                 f"{_name_of(module)} came with {argument}, which would change the scores or the keys: use 'eager' or 'sdpa'"
             )
-    if isinstance(mask, Tokens):
-        return
-    if mask is not None and (not isinstance(mask, Tensor) or (mask.dim() != 2 and number_of(mask) is None)):
-        got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(
-            f"{name}: ring_dilated takes padding as a mask [batch, tokens], got {got}: pass the 2-D attention_mask, and for "
-            f"packed documents position_ids that restart"
-        )
-    if mask is None and now is not None and now.layout is None and now.documents is not None:
-        raise ValueError(
-            f"{name} was given packed rows, and its model makes its own masks without documents: pass one document a row"
-        )
-    described = kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None
+    described = given.get("cu_seq_lens_q") is not None or given.get("seq_idx") is not None
     if now is None and (described or getattr(getattr(module, "config", None), "model_type", None) in MIXERS):
         raise ValueError(
             f"{name} attends beside recurrent layers, or got cu_seq_lens or seq_idx, which needs a call of a patched model: "
             f"call ra.patch_model(model) after set_attn_implementation, and the model rather than its layers"
         )
+
+
+def _tokens_of(module: nn.Module, mask: Tensor | None, now: ForwardPass | None) -> Tokens:
+    """Returns the facts of a layer's mask, which is of this package, plain, or None."""
+    name = type(module).__name__
+    with refusals_of_all(ring_of_calls(module, now is not None and now.whole)):
+        if mask is not None and (not isinstance(mask, Tensor) or (mask.dim() != 2 and number_of(mask) is None)):
+            got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+            raise ValueError(
+                f"{name}: ring_dilated takes padding as a mask [batch, tokens], got {got}: pass the 2-D attention_mask, and "
+                f"for packed documents position_ids that restart"
+            )
+        if mask is None and now is not None and now.layout is None and now.documents is not None:
+            raise ValueError(
+                f"{name} was given packed rows, and its model makes its own masks without documents: pass one document a row"
+            )
+    return tokens_of(mask)
 
 
 @functools.cache

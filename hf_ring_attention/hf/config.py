@@ -77,7 +77,7 @@ class Patterns(dict[int | None, Pattern]):
 
 def layer_pattern(config: Any, layer: int | None, of_model: Branch | None = None) -> Pattern:
     """Returns the layer's pattern; else the model's window or chunks `of_model`; else the pattern of all layers."""
-    patterns = _patterns(config)
+    patterns = patterns_of(config)
     if layer is not None and layer in patterns:
         return patterns[layer]
     if of_model is not None:
@@ -92,14 +92,15 @@ def layer_pattern(config: Any, layer: int | None, of_model: Branch | None = None
 
 def patterns_of_layers(config: Any) -> Mapping[int, Pattern]:
     """Returns the patterns of single layers by the layers' numbers."""
-    return _patterns(config).layers
+    return patterns_of(config).layers
 
 
 #: Cache: patterns, by the text of a config's attribute, because each layer asks at every token that is generated.
 _read_before: dict[str, Patterns] = {}
 
 
-def _patterns(config: Any) -> Patterns:
+def patterns_of(config: Any) -> Patterns:
+    """Returns the patterns in a text config, which may be edited in place."""
     settings = settings_of(config)
     if settings is None:
         return Patterns()
@@ -170,7 +171,7 @@ def keep_implementation(config: PretrainedConfig) -> None:
 def has_only_exact_attention(config: PretrainedConfig) -> bool:
     """Returns whether a text model computes the same without this package, so that it is saved as any other model."""
     try:
-        patterns = _patterns(config)
+        patterns = patterns_of(config)
     except ValueError:
         return False  # It is refused as soon as it is computed.
     exact = all(pattern == Pattern.exact() for pattern in patterns.values())
@@ -197,7 +198,7 @@ def warn_once(text: str, level: int = logging.WARNING) -> None:
 
 def fewest_last_of(config: Any) -> int | None:
     """Returns how many of a document's last tokens see every key in all layers that have a `Last`; None if no layer has one."""
-    found = map(fewest_last, _patterns(config).values())
+    found = map(fewest_last, patterns_of(config).values())
     return min((tokens for tokens in found if tokens is not None), default=None)
 
 
@@ -236,7 +237,7 @@ def patch_config(
         pattern = resolve_name(CALLBACKS["load_pattern"])(pattern)
     text_config = config.get_text_config()
     check_config(text_config)
-    before, count = _patterns(text_config), text_config.num_hidden_layers
+    before, count = patterns_of(text_config), text_config.num_hidden_layers
     if isinstance(pattern, PatternsOfLayers):
         _check_calibration(pattern, text_config)
         patterns = Patterns(pattern.layers.items())

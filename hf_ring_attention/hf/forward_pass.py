@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from ..plan.layouts import SequenceLayout
-from ..plan.patterns import Pattern
 from ..plan.problem import Documents, HeldKeys
 from ..ring.ring import Ring
 from .wrappers import attachment_of, inner_model
@@ -77,8 +76,8 @@ class ForwardPass:
     join_last: Callable[[Tensor], Tensor] | None = None
     origin: Any = None  # the `Origin` of results that are formed when they are used; None if none are
     join_result: Callable[[Any], Any] | None = None  # makes the output of the call of the output for this rank's part
-    own_patterns: Mapping[int, Pattern] = field(default_factory=dict)  # the layers' own patterns, by their numbers
-    calls: dict[Any, Any] = field(default_factory=dict)  # the calls of attention so far, by the kind of layer
+    patterns: Any = None  # the `Patterns` of its config
+    facts: Any = None  # which decide the calls of all its layers
     tokens: list[Any] = field(default_factory=list)  # the facts of its masks, which last as long as it does
     attended: bool = False  # whether a layer has attended by ring_dilated
     outer: ForwardPass | None = None  # the call inside which this one runs
@@ -153,11 +152,11 @@ def forward_pass_of(config: Any) -> ForwardPass | None:
     return now if now is not None and now.runner.config is config else None
 
 
-def number_of(mask: Tensor | None) -> int | None:
+def number_of(mask: Any) -> int | None:
     """Returns the number in a mask of this package, or in a copy; None for other masks."""
     kinds = (torch.int64, NUMBER_IN_GRAPHS)
-    own = mask is not None and mask.dim() == 4 and mask.numel() == 1 and mask.dtype in kinds
-    return int(mask) if own else None  # type: ignore[arg-type]
+    own = isinstance(mask, Tensor) and mask.dim() == 4 and mask.numel() == 1 and mask.dtype in kinds
+    return int(mask) if own else None
 
 
 def names_rows_in_graph(mask: Any) -> bool:

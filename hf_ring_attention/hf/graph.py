@@ -26,7 +26,7 @@ from ..ring.ring import Ring
 from ..ring.shards import RINGS, shard_of, whole_of
 from .attention import call_in_graph, strings_of
 from .call_rows import find_rows
-from .config import patterns_of_layers
+from .config import patterns_of
 from .forward_pass import CALL, NUMBER_IN_GRAPHS, Call, ForwardPass, drop_broken_passes, names_rows_in_graph
 from .join import LOGITS_NOT_FORMED
 from .lm_loss import IGNORED, next_labels
@@ -76,11 +76,7 @@ class RowsInGraph(CallsInGraph):
 
     def __init__(self, now: ForwardPass, tokens: Tokens) -> None:
         super().__init__(partial(call_in_graph, now, tokens))
-        self.tokens, self._forward_pass = tokens, now
-
-    def forget(self) -> None:
-        super().forget()
-        self._forward_pass.calls.clear()
+        self.tokens = tokens
 
 
 def _begin(
@@ -98,7 +94,7 @@ def _begin(
     name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
     kwargs = {name: tokens, "attention_mask": mask, "position_ids": positions}
     kwargs |= {"labels": labels, "num_items_in_batch": count}
-    now = ForwardPass(runner, module, ring_of_calls(runner), Call(), own_patterns=patterns_of_layers(runner.config))
+    now = ForwardPass(runner, module, ring_of_calls(runner), Call(), patterns=patterns_of(runner.config))
     with torch.set_grad_enabled(recorded):
         find_rows(now, kwargs, multiple=2 * now.ring.world_size)
     found = Tokens(now.documents) if now.documents is not None else tokens_of(None if mask is None else mask != 0)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ from transformers.masking_utils import AttentionMaskInterface, and_masks
 from ..plan.branches import Segment, Window
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents, HeldKeys
-from ..ring.attention import FORWARD
 from ..ring.operator import CALLS, UNTRACEABLE, check_not_traced
+from ..ring.planned import refusals_of_all
 from .config import warn_once
 from .forward_pass import ForwardPass, drop_broken_passes, forward_pass_of, number_of
 from .registration import IMPLEMENTATION
@@ -47,10 +48,10 @@ _LIMITS: dict[str, tuple[type[Segment] | type[Window], str, int]] = {
 _PACKED = {"packed_sequence_mask_function", "remap_positions_for_packed_sequence"}
 
 #: The attribute of a mask that keeps its `Tokens` alive; so does the forward pass, for the layers that backward recomputes.
-_TOKENS = "_ring_dilated_tokens"
+TOKENS = "_ring_dilated_tokens"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Tokens:
     """The keys of a layer, as its mask describes them."""
 
@@ -66,7 +67,7 @@ class Tokens:
     held: HeldKeys | None = None  # the part of the sequence in the cache of this rank; None for all of it
     #: [B, written], False for padding, if a document has padding inside, as behind a cached prefix; else None. `documents` then
     #: describes rows whose padding was moved to the front.
-    valid: Tensor | None = None
+    valid: Tensor | None = field(default=None, compare=False)
 
 
 @torch.compiler.disable(reason=UNTRACEABLE)
@@ -96,13 +97,8 @@ def ring_dilated_mask(
         )
     drop_broken_passes()  # generate makes masks before it calls the model.
     now = forward_pass_of(config)
-    try:
-        causal, own, packed = _read_mask_function(mask_function, config)
-    except ValueError as refused:
-        if now is None:
-            raise
-        with ring_of_calls(now.runner, now.whole).agreement(FORWARD, by_digest=True):  # The others may have no block.
-            raise refused
+    with nullcontext() if now is None else refusals_of_all(ring_of_calls(now.runner, now.whole)):
+        causal, own, packed = _read_mask_function(mask_function, config)  # Other ranks may have no block.
     layout, held = (None, None) if now is None else (now.layout, now.held)
     kv_length, kv_offset = int(kv_length), int(kv_offset)  # Some caches of Transformers 5.17 count in tensors.
     # Causal queries are the last tokens that are written.
@@ -129,7 +125,7 @@ def ring_dilated_mask(
         now.tokens.append(tokens)
         _warn_of_padding(now, documents, causal, written if now.rows is None else now.rows.length)
     mask = torch.tensor([[[[CALLS.add(tokens)]]]])
-    setattr(mask, _TOKENS, tokens)
+    setattr(mask, TOKENS, tokens)
     return mask
 
 

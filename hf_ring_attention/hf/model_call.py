@@ -20,7 +20,7 @@ from ..ring.operator import UNTRACEABLE, check_not_traced
 from ..ring.ring import Ring
 from .cache import ShardedCache, cache_in
 from .call_rows import find_rows
-from .config import patterns_of_layers
+from .config import patterns_of
 from .forward_pass import (
     CALL,
     Call,
@@ -180,8 +180,8 @@ def begin_call(module: PreTrainedModel, runner: PreTrainedModel, kwargs: dict[st
     """Begins a call: finds its rows, decides how its results are joined, which changes kwargs, and compares all ranks."""
     call: Call = kwargs.pop(CALL, None) or Call()
     _remember_for_recomputation(module)
-    own, outer = patterns_of_layers(runner.config), running().forward_pass
-    now = ForwardPass(runner, module, ring_of_calls(runner), call, own_patterns=own, outer=outer)
+    patterns, outer = patterns_of(runner.config), running().forward_pass
+    now = ForwardPass(runner, module, ring_of_calls(runner), call, patterns=patterns, outer=outer)
     find_rows(now, kwargs)
     if now.rows is not None and now.rows.packed:
         warn_of_temperatures(runner.config, max(stop for row in now.documents or () for _, stop in row))

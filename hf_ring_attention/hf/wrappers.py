@@ -157,12 +157,12 @@ def head_shard(module: nn.Module, query: Tensor, key: Tensor) -> tuple[int, int]
     The weights of a divided layer are a `DTensor` on each rank. Some plans gather the heads before attention. The query
     [B, H, m, D] and the key [B, Hkv, n, D] have the heads of this rank.
     """
-    meshes = _meshes_of(module)
     config, heads, kv_heads = getattr(module, "config", None), query.shape[1], key.shape[1]
     # A layer counts all heads, whatever this rank has. In a few types it has another number of them than the config.
     names = ((module, "num_heads"), (module, "num_attention_heads"), (config, "num_attention_heads"))
     total = next((count for owner, name in names if isinstance(count := getattr(owner, name, None), int)), heads)
-    if total == heads or not meshes:
+    meshes = [] if total == heads else _meshes_of(module)
+    if not meshes:
         return 0, 1
     mesh = _tensor_mesh(meshes, unnamed=True)
     size = 1 if mesh is None else mesh.size()

@@ -37,6 +37,15 @@ class HeldKeys:
 Documents = tuple[tuple[tuple[int, int], ...], ...]
 
 
+def as_documents(documents: Sequence[Sequence[tuple[int, int]]], who: str) -> Documents:
+    """Returns the documents of batch rows as tuples; errors name the caller (`who`)."""
+    try:
+        return tuple(tuple((index(start), index(stop)) for start, stop in row) for row in documents)
+    except (TypeError, ValueError):
+        message = f"{who}: documents must be a list of (start, stop) for each batch row, got {documents!r}"
+        raise ValueError(message) from None
+
+
 def documents_of(documents: Sequence[Sequence[tuple[int, int]]] | None, seq_len: int, who: str) -> Documents | None:
     """Returns the documents of batch rows as tuples if they ascend within the sequence, and None for None.
 
@@ -44,11 +53,7 @@ def documents_of(documents: Sequence[Sequence[tuple[int, int]]] | None, seq_len:
     """
     if documents is None:
         return None
-    try:
-        spans = tuple(tuple((index(start), index(stop)) for start, stop in row) for row in documents)
-    except (TypeError, ValueError):
-        message = f"{who}: documents must be a list of (start, stop) for each batch row, got {documents!r}"
-        raise ValueError(message) from None
+    spans = as_documents(documents, who)
     for row, spans_of_row in enumerate(spans):
         end = 0
         for start, stop in spans_of_row:

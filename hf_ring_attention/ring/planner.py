@@ -23,7 +23,7 @@ from ..transport.communicators import Communicator
 from ..transport.heads import HeadsTransport
 from ..transport.table import TRANSPORTS
 from ..transport.transports import Traffic, Transport
-from .bindings import ROUNDS_TO_WAIT, Bindings
+from .bindings import ROUNDS_TO_WAIT, Bindings, Kept
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class Planner:
         self._rank = 0 if communicator is None else communicator.rank
         self._logged: set[str] = set()
         #: The batch of the last call, and after it the expected batches in their order.
-        self._batches: OrderedDict[_BatchRows, None] = OrderedDict()
+        self.batches: OrderedDict[_BatchRows, None] = OrderedDict()
         #: Kinds of calls, by the last round in which one came with the rows of an expected batch.
         self._kinds: dict[CallKey, int] = {}
         self._jobs: deque[tuple[CallKey, _BatchRows]] = deque()
@@ -96,38 +96,38 @@ class Planner:
         self._working = False
         self._lock = threading.Lock()
 
-    def transport_for(self, key: CallKey) -> Transport | HeadsTransport:
-        """Returns the transport of a call, with the call's row numbers on the device.
+    def transport_for(self, key: CallKey) -> tuple[Kept, Transport | HeadsTransport]:
+        """Returns the binding of a call, with its row numbers on the device, and the transport by it.
 
         If the thread is making the same binding, this waits for it.
         """
         start = time.perf_counter()
         with in_turn(key.problem):
             decision, call = _decided(self.transport, key, self._rank)
-            binding = self.bindings.of(*call)
+            kept = self.bindings.of(*call)
         self._traffic.planned_seconds += time.perf_counter() - start
-        self._learn(key)
+        self.learn(key)
         if self._rank == 0 and decision.choice not in self._logged:  # once, whatever the number of layers and calls
             self._logged.add(decision.choice)
             ranks = key.problem.layout.world_size
             logger.info("ring of %d: transport %s, because %s", ranks, decision.choice, decision.reason)
         make: Callable[..., Transport | HeadsTransport] = TRANSPORTS[decision.choice].make
-        return make(binding, self._communicator, self._traffic)
+        return kept, make(kept.binding, self._communicator, self._traffic)
 
-    def _learn(self, key: CallKey) -> None:
+    def learn(self, key: CallKey) -> None:
         """Remembers the kind of a call that came, and plans it for the batches that are expected after this one."""
-        if not self._batches or key.device.type not in ("cpu", "cuda"):
+        if not self.batches or key.device.type not in ("cpu", "cuda"):
             return
         rows = key.problem.layout, key.problem.documents
         with self._lock:
             self._called = True
-            if rows not in self._batches:
+            if rows not in self.batches:
                 return
-            while next(iter(self._batches)) != rows:
-                self._batches.popitem(last=False)
+            while next(iter(self.batches)) != rows:
+                self.batches.popitem(last=False)
             kind = key.with_rows(SequenceLayout("contiguous", 1, rows[0].world_size), ())
             if kind not in self._kinds:
-                self._begin([(kind, batch) for batch in list(self._batches)[1:]])
+                self._begin([(kind, batch) for batch in list(self.batches)[1:]])
             self._kinds[kind] = self._round
 
     def expect(self, layout: SequenceLayout, documents: Documents) -> None:
@@ -142,11 +142,11 @@ class Planner:
                 self._round += 1
                 self.bindings.next_round()
                 self._kinds = {kind: x for kind, x in self._kinds.items() if self._round - x <= ROUNDS_TO_WAIT}
-            if rows in self._batches:
+            if rows in self.batches:
                 return
-            self._batches[rows] = None
-            if len(self._batches) > _MOST_BATCHES:
-                self._batches.popitem(last=False)
+            self.batches[rows] = None
+            if len(self.batches) > _MOST_BATCHES:
+                self.batches.popitem(last=False)
             self._begin([(kind, rows) for kind in self._kinds])
 
     def wait(self) -> None:

@@ -24,7 +24,7 @@ from ..plan.traffic import TransportKind
 from ..transport.agreement import Agreement, Calls, agreement
 from ..transport.communicators import Communicator
 from ..transport.transports import Traffic
-from .bindings import Bindings
+from .bindings import Bindings, PlannedCalls
 from .callbacks import CALLBACKS
 from .mesh import communicator_of, mesh_of
 from .planner import Planner
@@ -149,7 +149,7 @@ class Ring:
         self.calls = Calls(communicator)
         #: Names the ring in graphs.
         self.number = RINGS.add(self)
-        self.bindings = Bindings()
+        self.planned, self.bindings = PlannedCalls(), Bindings()
         self.planner = Planner(transport, communicator, self.bindings, self.counters)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ring:

@@ -16,7 +16,7 @@ from .communicators import Communicator, Message
 from .waits import named, naming_errors
 
 #: The errors by which one rank may refuse a call; they end the call on all ranks.
-_REFUSALS = (ValueError, TypeError, AttributeError, IndexError, KeyError, RuntimeError, OSError)
+REFUSALS = (ValueError, TypeError, AttributeError, IndexError, KeyError, RuntimeError, OSError)
 
 #: Stands for the digest of a rank that has not come.
 _AWAITED = -1
@@ -117,7 +117,7 @@ def agreement(communicator: Communicator | None, who: str, call: str, by_digest:
     agreed, error = Agreement(communicator, who, call), None
     try:
         yield agreed
-    except _REFUSALS as refusal:
+    except REFUSALS as refusal:
         error = refusal
     if by_digest and not is_alone(communicator):
         agreed.digest = _digest_of_call((call, *agreed.values.items()))
@@ -136,6 +136,8 @@ class Calls:
         self._communicator = communicator
         #: The number of calls whose gradients were recorded; it is equal on all ranks, since they compare their calls.
         self._count = 0
+        #: The call that the ranks have just compared, and that comes next.
+        self.compared: Any = None
 
     def compare(self, call: str, values: Mapping[str, Any], digest: int = 0) -> None:
         """Checks that all ranks make this call with equal values; 0 if their digest is not known yet."""
@@ -149,6 +151,10 @@ class Calls:
             return 0
         self._count += 1
         return self._count
+
+    def take_back(self, number: int) -> None:
+        """Takes back the last number, of a call on which the ranks disagree."""
+        self._count -= bool(number)
 
     def compare_backward(self, number: int) -> None:
         """Checks, as the first act of a call's backward pass, that all ranks run the backward pass of this call.

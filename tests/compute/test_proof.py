@@ -16,7 +16,7 @@ from hf_ring_attention.compute.cuda_kernels import CudaFlash, Cudnn
 from hf_ring_attention.compute.kernel import added, merged
 from hf_ring_attention.compute.kernels import CpuFlash, Math
 from hf_ring_attention.plan.kernel_choice import ANY_TILES
-from hf_ring_attention.ring import attention
+from hf_ring_attention.ring import attention, planned
 from tests.support.cuda_operators import CheckedOperators, CudnnAttention, FlashAttention2
 
 CPU = torch.device("cpu")
@@ -234,14 +234,14 @@ def test_the_proof_is_the_same_in_any_context_and_draws_no_random_numbers(contex
 def test_inside_a_graph(monkeypatch):
     """Calls of a graph are planned, and kernels chosen, inside of the operator; a backward pass may choose, too."""
     found = []
-    choose = attention.choose_kernel
+    choose = planned.choose_kernel
 
     def chosen(*call):
         found.append(fault(CpuFlash()))
         proof._FAULTS.clear()
         return choose(*call)
 
-    monkeypatch.setattr(attention, "choose_kernel", chosen)
+    monkeypatch.setattr(planned, "choose_kernel", chosen)
     x = torch.randn(1, 2, 16, 8, requires_grad=True)
     compiled = torch.compile(lambda x: ra.ring_attention(x, x, x, pattern="window:4"), backend="eager", fullgraph=True)
     compiled(x).sum().backward()
@@ -265,8 +265,8 @@ def cuda_facts(monkeypatch):
 
 def test_kernels_are_tried_with_the_heads_of_their_programs(monkeypatch):
     """Programs of a pattern whose phases go by query heads may have one head each."""
-    groups, choose = [], attention.choose_kernel
-    monkeypatch.setattr(attention, "choose_kernel", lambda *call: groups.append(call[8]) or choose(*call))
+    groups, choose = [], planned.choose_kernel
+    monkeypatch.setattr(planned, "choose_kernel", lambda *call: groups.append(call[8]) or choose(*call))
     q, k = torch.randn(1, 6, 12, 8), torch.randn(1, 2, 12, 8)
     by_query_head = ra.Pattern((ra.Window(4), ra.Segment(8, 2)), phase_by="query_head")
     for pattern in ("longnet:4/1,8/2", by_query_head, ra.Pattern.by_kv_head([ra.Pattern.exact(), by_query_head])):

@@ -11,7 +11,7 @@ from hf_ring_attention.compute import cuda_kernels
 from hf_ring_attention.compute.cuda_kernels import CudaFlash
 from hf_ring_attention.compute.kernels import CpuFlash, Math
 from hf_ring_attention.plan.joins import Joining
-from hf_ring_attention.ring import attention
+from hf_ring_attention.ring import planned
 from tests.support.cases import check_cases, random_cases
 from tests.support.cuda_operators import CheckedOperators, FlashAttention2
 from tests.support.ranks import run_simulated
@@ -65,7 +65,7 @@ def joined(monkeypatch):
 
     def computed_by(kernel, joining):
         counted = JoinedCalls(kernel, joining)
-        monkeypatch.setattr(attention, "choose_kernel", lambda *_: counted)
+        monkeypatch.setattr(planned, "choose_kernel", lambda *_: counted)
         return counted
 
     return computed_by

@@ -10,7 +10,7 @@ import hf_ring_attention as ra
 from hf_ring_attention.compute import kernels
 from hf_ring_attention.compute.kernels import CpuFlash, Math
 from hf_ring_attention.plan.problem import HeldKeys
-from hf_ring_attention.ring import attention
+from hf_ring_attention.ring import planned
 from hf_ring_attention.transport.transports import Link
 from tests.support.cached import cached_attention
 from tests.support.ranks import run_simulated
@@ -117,7 +117,7 @@ def test_ranks_that_ask_for_different_kernels():
 
 
 def test_ranks_may_choose_different_kernels(monkeypatch):
-    choose, x = attention.choose_kernel, drawn()
+    choose, x = planned.choose_kernel, drawn()
 
     def other_device(*call):
         by_math = threading.current_thread().name.endswith("_1")
@@ -125,7 +125,7 @@ def test_ranks_may_choose_different_kernels(monkeypatch):
         return Math() if by_math else CpuFlash()
 
     wanted = attend(ra.Ring.alone(), x)
-    monkeypatch.setattr(attention, "choose_kernel", other_device)
+    monkeypatch.setattr(planned, "choose_kernel", other_device)
     for found in run_simulated(lambda ring: attend(ring, x), 2):
         for got, want in zip(found, wanted, strict=True):
             assert_exact(got, want)

@@ -42,7 +42,7 @@ def growth(rank, seed, transport, steps=STEPS):
     return_memory_at_once()
     rng, rings = random.Random(seed), (ra.Ring(transport=transport), ra.Ring.alone())
     for ring in rings:
-        ring.bindings.max_parts = 500
+        ring.planned.max_parts = 1000
     readings = []
     for number in range(steps + 1):
         if number >= FILLED and (number - FILLED) % ((steps - FILLED) // STRETCHES) == 0:

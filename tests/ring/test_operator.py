@@ -10,8 +10,8 @@ from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 import hf_ring_attention as ra
-from hf_ring_attention.ring.attention import Options, checked_call
-from hf_ring_attention.ring.operator import CALLS
+from hf_ring_attention.ring.planned import planned_call
+from hf_ring_attention.ring.ring import ring_alone
 from tests.support.ranks import run_ranks
 from tests.support.tolerance import EXACT, distance
 
@@ -25,9 +25,9 @@ def tensors(tokens=12, dtype=torch.float64):
 
 
 def call_of(q, k, v, sinks=None, ring=None, **options):
-    """A checked call, which the caller must keep, and the number that names it."""
-    call = checked_call(q, k, v, sinks, Options("window:4+1", ring, **options))
-    return call, torch.tensor([CALLS.add(call)])
+    """A planned call, which the caller must keep, and the number that names it."""
+    call = planned_call(ring or ring_alone(), q, k, v, sinks, "window:4+1", **options)
+    return call, call.number
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])

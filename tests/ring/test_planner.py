@@ -11,7 +11,7 @@ import torch
 
 import hf_ring_attention as ra
 from hf_ring_attention.ring import planner
-from hf_ring_attention.ring.bindings import Bindings
+from hf_ring_attention.ring.bindings import PARTS_OF_A_CALL, Bindings, PlannedCalls
 from tests.support.ranks import CONTEXT, PROMPTLY, forked, run_simulated
 
 LENGTH = 24
@@ -80,7 +80,7 @@ def test_calls_find_what_was_made_ahead(calls):
 @pytest.mark.parametrize("max_bytes", [256 << 20, 1 << 12])
 def test_what_is_made_beside_a_busy_device_is_right(calls, max_bytes):
     """Also where its memory goes to others as soon as it is used; and on other streams than the thread's."""
-    calls.ring.bindings.max_bytes = max_bytes
+    calls.ring.planned.max_bytes = max_bytes
     calls.q = torch.randn(1, 2, LENGTH, 8).cuda()
     work, pattern = torch.randn(2048, 2048).cuda(), ra.Pattern.pyramid(4, levels=2, ratio=2)
     calls.expect(BATCHES[0])
@@ -247,28 +247,45 @@ def of_size(name, numbers):
     return (name, torch.zeros(numbers, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("bound", [{"max_bytes": 64}, {"max_parts": 2}], ids=str)
-def test_the_one_used_longest_ago_goes_where_they_are_too_large_or_have_too_many_parts(bound):
-    kept = Bindings(**bound)
-    first, second = kept.of(of_size, "a", 4), kept.of(of_size, "b", 4)
-    assert kept.of(of_size, "a", 4) is first and kept.nbytes == 64
-    kept.of(of_size, "c", 1)
-    assert kept.of(of_size, "a", 4) is first and kept.nbytes == 40
-    assert kept.of(of_size, "b", 4) is not second
+class OneCall:
+    """A planned call, as far as the table knows it."""
+
+    def __init__(self, bindings, name, numbers):
+        self.kept = bindings.of(of_size, name, numbers)
 
 
-def test_what_is_made_ahead_pushes_out_nothing_and_is_bounded():
-    kept, cpu = Bindings(max_bytes=64), torch.device("cpu")
-    first = kept.of(of_size, "a", 8)
+@pytest.mark.parametrize("bound", [{"max_bytes": 64}, {"max_parts": 2 * (1 + PARTS_OF_A_CALL)}], ids=str)
+def test_the_oldest_goes_where_they_are_too_large_or_have_too_many_parts(bound):
+    planned, bindings = PlannedCalls(**bound), Bindings()
+    for name in "ab":
+        planned.keep(name, OneCall(bindings, name, 4))
+    assert planned.find("a") is not None and planned.nbytes == 64
+    planned.keep("c", OneCall(bindings, "c", 1))
+    assert planned.find("b") is not None and planned.nbytes == 40
+    assert planned.find("a") is None
+
+
+def test_calls_share_a_binding_which_counts_once():
+    planned, bindings = PlannedCalls(max_bytes=40), Bindings()
+    for name in "abc":
+        planned.keep(name, OneCall(bindings, "one", 4))
+    assert planned.nbytes == 32
+    assert planned.find("a").kept is planned.find("c").kept
+
+
+def test_what_is_made_ahead_is_bounded_and_made_once():
+    bindings, cpu = Bindings(max_bytes=32), torch.device("cpu")
+    used = bindings.of(of_size, "a", 8)
+    bindings.make_ahead(cpu, of_size, "a", 8)
+    assert bindings.of(of_size, "a", 8) is used and bindings.nbytes_ahead == 0
     for name in "bcd":
-        kept.make_ahead(cpu, of_size, name, 2)
-    assert kept.of(of_size, "a", 8) is first
-    assert (kept.nbytes, kept.nbytes_ahead) == (64, 32)
-    kept.of(of_size, "b", 2)
-    assert (kept.nbytes, kept.nbytes_ahead) == (16, 16)
+        bindings.make_ahead(cpu, of_size, name, 2)
+    assert bindings.nbytes_ahead == 32
+    bindings.of(of_size, "b", 2)
+    assert bindings.nbytes_ahead == 16
     for _ in range(9):
-        kept.next_round()
-    assert kept.nbytes_ahead == 0
+        bindings.next_round()
+    assert bindings.nbytes_ahead == 0
 
 
 def test_turns_are_of_equal_keys_and_leave_nothing():
@@ -292,8 +309,8 @@ def test_kinds_whose_rows_are_never_the_expected_ones_rest(calls):
 
 
 def test_one_that_is_too_large_is_kept_until_the_next():
-    kept = Bindings(max_bytes=8)
-    large = kept.of(of_size, "a", 9)
-    assert kept.of(of_size, "a", 9) is large and kept.nbytes == 72
-    kept.of(of_size, "b", 1)
-    assert kept.nbytes == 8
+    planned, bindings = PlannedCalls(max_bytes=8), Bindings()
+    planned.keep("a", OneCall(bindings, "a", 9))
+    assert planned.find("a") is not None and planned.nbytes == 72
+    planned.keep("b", OneCall(bindings, "b", 1))
+    assert planned.find("a") is None and planned.nbytes == 8

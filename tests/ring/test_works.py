@@ -16,7 +16,7 @@ from hf_ring_attention.compute.cuda_kernels import CudaFlash
 from hf_ring_attention.compute.kernels import CpuFlash, Math
 from hf_ring_attention.compute.packed_row import PackedRow
 from hf_ring_attention.compute.rows import IndexRows
-from hf_ring_attention.ring import attention
+from hf_ring_attention.ring import planned
 from hf_ring_attention.ring.engine import Execution, backward_pass, forward_pass
 from hf_ring_attention.transport.transports import LocalTransport
 from tests.support.cases import check_cases, random_case, with_heads
@@ -52,7 +52,7 @@ def work_of(case, kernel):
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_tiles_that_share_no_query_write_their_results(kernel, flash, monkeypatch, rng):
     """Windows and exact documents write every row once; other patterns merge some tiles."""
-    monkeypatch.setattr(attention, "choose_kernel", lambda *_: kernel)
+    monkeypatch.setattr(planned, "choose_kernel", lambda *_: kernel)
     for pattern, documents, direct in [
         ("window:5", None, True),
         ("window:5", [DOCUMENTS], True),
@@ -119,7 +119,7 @@ def test_backward_copies_strided_queries_once():
 
     def copies(ring):
         q, k, dout = (torch.randn(1, 8, heads, 8).transpose(1, 2) for heads in (2, 1, 2))
-        execution = attention.checked_call(q, k, k, None, attention.Options("exact", ring))._execution
+        execution = planned.planned_call(ring, q, k, k, None, "exact").plan()
         assert len(execution.transport.works) == 3
         saved = forward_pass(q, k, k, None, execution)._replace(q=q)
         with Copies(q) as found:
@@ -132,7 +132,7 @@ def test_backward_copies_strided_queries_once():
 @pytest.mark.parametrize("causal", [True, False])
 def test_packed_documents_are_one_call(causal, flash, monkeypatch, rng):
     """On one device, and for the own keys of ranks that share documents; padding is a sequence of its own."""
-    monkeypatch.setattr(attention, "choose_kernel", lambda *_: CudaFlash())
+    monkeypatch.setattr(planned, "choose_kernel", lambda *_: CudaFlash())
     for rows in ([DOCUMENTS], [DOCUMENTS[:3]], [DOCUMENTS[2:], DOCUMENTS[:2]], [[(0, 40)], DOCUMENTS[:3]]):
         case = case_of(rng, "exact", rows, causal, len(rows))
         assert isinstance(work_of(case, CudaFlash()), PackedRow)
@@ -161,7 +161,7 @@ def test_other_tiles_are_not_packed_documents(rng):
 
 def test_packed_documents_take_rows_as_models_store_them(flash, monkeypatch):
     """The operator gets the very rows; padding that is not finite changes no other row."""
-    monkeypatch.setattr(attention, "choose_kernel", lambda *_: CudaFlash())
+    monkeypatch.setattr(planned, "choose_kernel", lambda *_: CudaFlash())
     q, k, v = (torch.randn(2, 12, heads, 8, dtype=torch.float64).transpose(1, 2) for heads in (4, 2, 2))
     documents = [[(0, 5), (7, 12)], [(2, 12)]]
 
@@ -202,7 +202,7 @@ class Calls:
 def test_calls_take_few_tiles(flash, monkeypatch, rng):
     """As many as a kernel's grid has room for; a batch row is a tile of its own."""
     calls = Calls(CudaFlash())
-    monkeypatch.setattr(attention, "choose_kernel", lambda *_: calls)
+    monkeypatch.setattr(planned, "choose_kernel", lambda *_: calls)
     cases = [case_of(rng, pattern, None, batch=2) for pattern in ("pyramid:4,2", "longnet:8/1,16/2")]
     check_cases(ra.Ring(), cases)
     assert max(size[0] for size in calls.sizes) > 4

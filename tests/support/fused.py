@@ -12,7 +12,7 @@ import torch
 from hf_ring_attention.compute.fused.choice import is_interpreted
 from hf_ring_attention.compute.fused.lists import Blocks
 from hf_ring_attention.compute.fused.tiles import Fused
-from hf_ring_attention.ring import attention
+from hf_ring_attention.ring import planned
 
 from .cases import random_case, with_heads
 from .ring_cases import RingCase, random_settings
@@ -41,7 +41,7 @@ def random_blocks(rng):
 @contextmanager
 def computed_by_fused(blocks):
     """Has every call computed by the fused kernels."""
-    with mock.patch.object(attention, "choose_kernel", lambda *call: Fused(blocks, call[4])):
+    with mock.patch.object(planned, "choose_kernel", lambda *call: Fused(blocks, call[4])):
         yield
 
 

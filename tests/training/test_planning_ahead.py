@@ -51,8 +51,7 @@ def late_makers(rank, name, num_workers=0):
     made_late, by_batch = [], []
 
     def of(bind, *call, of=ring.bindings.of):
-        known = {*ring.bindings._used, *ring.bindings._ahead}
-        if (bind, *call) not in known:
+        if (bind, *call) not in ring.bindings._shared:
             made_late.append(call)
         return of(bind, *call)
 

@@ -1,0 +1,143 @@
+"""Planned calls are found by value: equal calls share a plan, and whatever decides a result makes another one."""
+
+import pytest
+import torch
+
+import hf_ring_attention as ra
+from hf_ring_attention.ring.planned import planned_call
+from hf_ring_attention.ring.ring import Ring
+from tests.support.ranks import run_simulated
+
+LENGTH = 24
+
+
+def drawn(heads=4, length=LENGTH, width=8, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(length)
+    return torch.randn(2, heads, length, width, dtype=dtype, generator=generator)
+
+
+HEADS = {"q": 4, "k": 2, "v": 2}
+SHORTER = ra.SequenceLayout("contiguous", LENGTH - 1, 1)
+
+
+def arguments():
+    return {"q": drawn(), "k": drawn(2), "v": drawn(2), "sinks": None, "pattern": "window:4+2"}
+
+
+#: Another value of each argument that decides a call, its tensors included.
+OTHERS = {
+    "q": {"q": drawn(2)},
+    "k": {"k": drawn(1), "v": drawn(1)},
+    "v": {"v": drawn(2, width=4)},
+    "dtype": {name: drawn(heads, dtype=torch.float64) for name, heads in HEADS.items()},
+    "length": {name: drawn(heads, 16) for name, heads in HEADS.items()},
+    "recorded": {"q": drawn().requires_grad_()},
+    "sinks": {"sinks": torch.zeros(4)},
+    "pattern": {"pattern": "window:5+2"},
+    "layout": {"layout": SHORTER, **{name: drawn(heads, LENGTH - 1) for name, heads in HEADS.items()}},
+    "causal": {"causal": False},
+    "scale": {"scale": 0.5},
+    "documents": {"documents": [[(0, 9), (9, LENGTH)], [(0, LENGTH)]]},
+    "softcap": {"softcap": 3.0},
+    "head_shard": {"head_shard": (1, 2)},
+    "with_lse": {"with_lse": True},
+    "in_graph": {"recorded_in_graph": False},
+}
+
+
+def planned(ring, **changes):
+    return planned_call(ring, **{**arguments(), **changes})
+
+
+def test_equal_calls_share_a_plan():
+    ring = Ring.alone()
+    first = planned(ring)
+    assert planned(ring, pattern=ra.Pattern.parse("window:4+2")) is first  # other tensors of the same shapes
+    rows = [[(0, 9), (9, LENGTH)], [(0, LENGTH)]]
+    assert planned(ring, documents=rows) is planned(ring, documents=tuple(map(tuple, rows))) is not first
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_each_value_that_decides_a_call_makes_another_plan(name):
+    ring = Ring.alone()
+    first, other = planned(ring), planned(ring, **OTHERS[name])
+    assert first is not other and first.call != other.call
+    assert planned(ring) is first and planned(ring, **OTHERS[name]) is other
+
+
+def test_every_field_of_a_call_has_another_value():
+    """So that a new field gets a test: each of the changes above changes its field, and all fields are changed."""
+    ring, fields = Ring.alone(), set()
+    first = planned(ring).call
+    for changes in OTHERS.values():
+        other = planned(ring, **changes).call
+        fields |= {field for field in first._fields if getattr(first, field) != getattr(other, field)}
+    # Keys of a cache, and settings beside the call, are tested below.
+    assert fields == {*first._fields} - {"held", "outside"}
+
+
+def test_the_world_outside_changes_between_two_calls(monkeypatch):
+    """Determinism, the kernel and the transport of a ring, and documents that are edited in place."""
+    ring, q = Ring.alone(), drawn()
+    plain = planned(ring)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert planned(ring).call.outside.deterministic and planned(ring) is not plain
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert planned(ring) is plain
+    monkeypatch.setattr(ring, "kernel", "math")
+    assert type(planned(ring).kernel).__name__ == "Math" and planned(ring) is not plain
+    monkeypatch.undo()
+    documents = [[(0, 9), (9, LENGTH)], [(0, LENGTH)]]
+
+    def attend():
+        return ra.ring_attention(q, q, q, pattern="window:4+2", ring=ring, documents=documents)
+
+    before = attend()
+    documents[0][:] = [(0, 5), (5, LENGTH)]
+    fresh = ra.ring_attention(q, q, q, pattern="window:4+2", ring=Ring.alone(), documents=documents)
+    assert torch.equal(attend(), fresh) and not torch.equal(before, fresh)
+
+
+def test_a_model_whose_pattern_changes_between_two_calls(tiny_model):
+    """By `patch_config`, by a layer, and by an entry of the saved settings that is edited in place."""
+    model, ids = ra.patch_model(tiny_model(), "window:4+2").eval(), torch.arange(1, 33)[None]
+
+    def checked():
+        with torch.no_grad():
+            fresh = tiny_model()
+            fresh.config.ring_dilated = model.config.ring_dilated
+            return torch.equal(model(ids).logits, ra.patch_model(fresh).eval()(ids).logits)
+
+    assert checked() and checked()
+    ra.patch_config(model.config, "window:7")
+    assert checked()
+    ra.patch_config(model.config, "exact", layers=[1])
+    assert checked()
+    model.config.ring_dilated["layers"] = {}
+    assert checked()
+
+
+@pytest.fixture
+def tiny_model():
+    from tests.support.training import tiny_llama
+
+    return lambda: tiny_llama(None)
+
+
+def test_ranks_compare_calls_that_they_have_planned():
+    """A repeated call beside another one is refused on both ranks, and the next equal calls go on."""
+
+    def calls(ring):
+        q, errors = drawn(), []
+        for pattern in ("window:4", "window:5", "window:4"):
+            ra.ring_attention(q, q, q, pattern=pattern, ring=ring)
+        for patterns in (("window:4", "window:5"), ("window:5", "window:6")):
+            with pytest.raises(ValueError, match="disagree on pattern") as refused:
+                ra.ring_attention(q, q, q, pattern=patterns[ring.rank], ring=ring)
+            errors.append(str(refused.value))
+        return errors, ra.ring_attention(q, q, q, pattern="window:4", ring=ring)
+
+    (errors, first), (others, second) = run_simulated(calls, 2)
+    assert errors == others and first.shape == second.shape
