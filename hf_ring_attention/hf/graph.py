@@ -25,7 +25,6 @@ from ..ring.operator import CALLS, check_not_traced, define
 from ..ring.ring import Ring
 from ..ring.shards import RINGS, shard_of, whole_of
 from .attention import call_in_graph, strings_of
-from .call_rows import find_rows
 from .config import patterns_of_layers
 from .forward_pass import CALL, NUMBER_IN_GRAPHS, Call, ForwardPass, drop_broken_passes, names_rows_in_graph
 from .hybrid_types import MIXERS
@@ -33,7 +32,7 @@ from .join import LOGITS_NOT_FORMED
 from .lm_loss import IGNORED, next_labels
 from .masks import Tokens, tokens_of
 from .registration import IMPLEMENTATION
-from .rows import documents_from_mask, first_position, places_of
+from .rows import documents_from_mask, find_rows, first_position, places_of
 from .wrappers import MODULES, attachment_of, ring_of_calls, runner_of
 
 #: The value of `CALL` for a decoder whose last hidden states stay parts in a graph.

@@ -121,9 +121,8 @@ def ring_dilated_mask(
         documents = (((0, written),),) * batch_size
     missing: tuple[int, ...] = ()
     if own is not None and own[0] is Segment and kv_offset:
-        missing = (kv_offset,) * batch_size
-        if attention_mask is not None:
-            missing = tuple((attention_mask[:, :kv_offset] != 0).sum(1).tolist())
+        dropped = torch.ones(batch_size, kv_offset) if attention_mask is None else attention_mask[:, :kv_offset]
+        missing = tuple((dropped != 0).sum(1).tolist())
     tokens = Tokens(documents, kv_length, written, causal, own, kv_offset, missing, layout, held, valid)
     if now is not None:
         now.tokens.append(tokens)
@@ -154,8 +153,8 @@ def _read_mask_function(
     parts = [*_mask_parts(mask_function)]
     by_kind = dict(parts)
     causal = "bidirectional_mask_function" not in by_kind
-    limits = [kind for kind in _LIMITS if kind in by_kind and (causal or kind != "sliding_window_overlay")]
-    known = {"causal_mask_function" if causal else "bidirectional_mask_function", *limits[:1]}
+    limit = next((x for x in _LIMITS if x in by_kind and (causal or x != "sliding_window_overlay")), None)
+    known = {"causal_mask_function" if causal else "bidirectional_mask_function", limit}
     if by_kind.keys() >= _PACKED:  # Numbers of documents without new positions are those of another caller.
         known |= _PACKED
     if len(by_kind) < len(parts) or not by_kind.keys() <= known:
@@ -165,9 +164,9 @@ def _read_mask_function(
             f"windows, chunks, padding and packing: use 'eager' or 'sdpa'"
         )
     own: OwnBranch | None = None
-    for kind in limits:
-        branch, name, more = _LIMITS[kind]
-        own = branch, _closure(by_kind[kind], name) + more
+    if limit is not None:
+        branch, name, more = _LIMITS[limit]
+        own = branch, _closure(by_kind[limit], name) + more
     packed = by_kind.get("packed_sequence_mask_function")
     return causal, own, None if packed is None else _closure(packed, "packed_sequence_mask")
 
