@@ -8,7 +8,7 @@ does the same, and survives every copy on its way to a layer, even on another de
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,7 +150,7 @@ def _read_mask_function(
     mask_function: Callable[..., Any] | None, config: Any
 ) -> tuple[bool, OwnBranch | None, Tensor | None]:
     """Returns causality, the window or chunks, and the numbers of packed documents of a mask function."""
-    parts = [*_mask_parts(mask_function)]
+    parts = _makers(mask_function)
     by_kind = dict(parts)
     causal = "bidirectional_mask_function" not in by_kind
     limit = next((x for x in _LIMITS if x in by_kind and (causal or x != "sliding_window_overlay")), None)
@@ -166,9 +166,8 @@ def _read_mask_function(
     own: OwnBranch | None = None
     if limit is not None:
         branch, name, more = _LIMITS[limit]
-        own = branch, _closure(by_kind[limit], name) + more
-    packed = by_kind.get("packed_sequence_mask_function")
-    return causal, own, None if packed is None else _closure(packed, "packed_sequence_mask")
+        own = branch, by_kind[limit][name] + more
+    return causal, own, by_kind.get("packed_sequence_mask_function", {}).get("packed_sequence_mask")
 
 
 def _documents_and_padding(numbers: Tensor) -> tuple[Documents, Tensor | None]:
@@ -180,33 +179,27 @@ def _documents_and_padding(numbers: Tensor) -> tuple[Documents, Tensor | None]:
     return documents_from_mask(numbers.gather(1, padding_first(valid))), valid
 
 
-def _mask_parts(mask_function: Callable[..., Any] | None) -> Iterable[tuple[str, Callable[..., Any]]]:
-    """Yields the simple mask functions that Transformers combined, each with the name of its maker."""
+def _makers(mask_function: Callable[..., Any] | None) -> list[tuple[str, Mapping[str, Any]]]:
+    """Returns the makers of the simple mask functions that Transformers combined, each with the variables of its function.
+
+    The name of a maker outside of Transformers has its module.
+    """
     if mask_function is None:
-        return
-    kind = _kind_of(mask_function)
-    parts = _closure(mask_function, "mask_functions") if kind in ("and_masks", "or_masks") else ()
+        return []
+    module, name = mask_function.__module__, getattr(mask_function, "__qualname__", type(mask_function).__name__)
+    if module != and_masks.__module__:
+        return [(f"{module}.{name}", {})]
+    kind, variables = name.partition(".")[0], inspect.getclosurevars(mask_function).nonlocals
+    parts = [_makers(part) for part in variables.get("mask_functions", ())]
     if kind == "or_masks":
         # Blocks of tokens that see each other show nothing if no token is in a block, as in rows of text.
-        text = [_kind_of(x) == "blockwise_overlay" and (_closure(x, "block_sequence_ids") < 0).all() for x in parts]
-        parts = [part for part, shows_nothing in zip(parts, text) if not shows_nothing]
+        blocks = [
+            next((x["block_sequence_ids"] for name, x in part if name == "blockwise_overlay"), None) for part in parts
+        ]
+        parts = [part for part, numbers in zip(parts, blocks) if numbers is None or (numbers >= 0).any()]
     if kind == "and_masks" or len(parts) == 1:
-        for part in parts:
-            yield from _mask_parts(part)
-        return
-    yield kind, mask_function
-    if kind == "remap_positions_for_packed_sequence":
-        yield from _mask_parts(_closure(mask_function, "mask_function"))
-
-
-def _kind_of(mask_function: Callable[..., Any]) -> str:
-    """Returns the name of the function that made a mask function, or for other modules than Transformers', all of its name."""
-    module, name = mask_function.__module__, getattr(mask_function, "__qualname__", type(mask_function).__name__)
-    return name.partition(".")[0] if module == and_masks.__module__ else f"{module}.{name}"
-
-
-def _closure(function: Callable[..., Any], name: str) -> Any:
-    return inspect.getclosurevars(function).nonlocals[name]
+        return [maker for part in parts for maker in part]
+    return [(kind, variables), *_makers(variables.get("mask_function"))]
 
 
 def tokens_of(mask: Tensor | None) -> Tokens:

@@ -203,13 +203,7 @@ def _checkpointed(checkpoint: Callable[..., Any], function: Callable[..., Any], 
     """Checkpoints a function, and sets for its recomputation the `ForwardPass` in which it ran first."""
     if torch.compiler.is_dynamo_compiling():
         return checkpoint(function, *args, **kwargs)
-    now = running().forward_pass
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with running_with(forward_pass=now):
-            return function(*args, **kwargs)
-
-    return checkpoint(run, *args, **kwargs)
+    return checkpoint(running_with(forward_pass=running().forward_pass)(function), *args, **kwargs)
 
 
 def _decide(now: ForwardPass, kwargs: dict[str, Any]) -> None:
