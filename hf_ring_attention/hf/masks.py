@@ -7,6 +7,7 @@ does the same, and survives every copy on its way to a layer, even on another de
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -168,6 +169,17 @@ def _read_mask_function(
         branch, name, more = _LIMITS[limit]
         own = branch, by_kind[limit][name] + more
     return causal, own, by_kind.get("packed_sequence_mask_function", {}).get("packed_sequence_mask")
+
+
+@functools.cache
+def masks_follow_positions(forward: Callable[..., Any]) -> bool | None:
+    """Returns whether a decoder's forward hands positions to the functions that make its masks; None if its code hides it.
+
+    Then Transformers begins a document of a row without a mask wherever positions do not count on.
+    """
+    constants = getattr(getattr(inspect.unwrap(forward), "__code__", None), "co_consts", ())
+    calls = [x for x in constants if isinstance(x, tuple) and {"config", "attention_mask"} <= {*x}]
+    return any("position_ids" in names for names in calls) if calls else None
 
 
 def _documents_and_padding(numbers: Tensor) -> tuple[Documents, Tensor | None]:

@@ -24,7 +24,7 @@ from ..transport.agreement import digest
 from .cache import ShardedCache, cache_in, tokens_skipped
 from .config import layer_pattern, warn_once
 from .forward_pass import ForwardPass, WholeRows
-from .wrappers import takes
+from .wrappers import takes, tokens_in
 
 #: The names that models give to a table of positions.
 _TABLES = ("wpe", "embed_positions", "position_embeddings", "position_embedding", "positions_embed")
@@ -73,16 +73,15 @@ def rows_of_call(runner: nn.Module, tokens: Tensor, arguments: Mapping[str, Any]
     """
     batch, length = tokens.shape[:2]
     mask, positions, first = arguments.get("attention_mask"), arguments.get("position_ids"), first_position(runner)
-    _check_shapes(
-        (batch, length), arguments, ("attention_mask", "position_ids", "seq_idx") if divided else ("seq_idx",)
-    )
-    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
+    _check_shapes((batch, length), arguments, divided)
+    numbers = _numbers_of_collator(batch, length, arguments.get("cu_seq_lens_q"), arguments.get("seq_idx"))
+    described = bool(numbers) or divided or isinstance(positions, Tensor)  # else no mask is brought to the CPU
+    if not described or (mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2)):
         return WholeRows(batch, length, None)
     valid = torch.ones(batch, length, dtype=torch.bool) if mask is None else (mask != 0).cpu()
     positions = positions.cpu().to(torch.int64) if isinstance(positions, Tensor) else torch.empty(0)
     if positions.dim() == 3 and len(positions) == 4:
         positions = positions[0]  # of text; the others are those of images
-    numbers = _numbers_of_collator(batch, length, arguments.get("cu_seq_lens_q"), arguments.get("seq_idx"))
     collator = next(iter(numbers.values()), None)
     inside = valid if collator is None else collator != 0
     restarts = _restarts(positions, inside, first)
@@ -105,9 +104,9 @@ def rows_of_call(runner: nn.Module, tokens: Tensor, arguments: Mapping[str, Any]
     return WholeRows(batch, length, next(iter(found.values()), by_mask), from_collator=collator is not None)
 
 
-def _check_shapes(shape: tuple[int, int], arguments: Mapping[str, Any], names: tuple[str, ...]) -> None:
+def _check_shapes(shape: tuple[int, int], arguments: Mapping[str, Any], divided: bool) -> None:
     """Refuses arguments that are not tensors [B, n] like the tokens; positions may also be [1, n] or [axes, B or 1, n]."""
-    for name in names:
+    for name in ("attention_mask", "position_ids", "seq_idx") if divided else ("seq_idx",):
         x = arguments.get(name)
         sizes = tuple(x.shape) if isinstance(x, Tensor) else ()
         shared = name == "position_ids" and len(sizes) in (2, 3) and sizes[-2:] in (shape, (1, shape[1]))
@@ -159,7 +158,11 @@ def _check_positions(positions: Tensor, restarts: Tensor, collator: Tensor | Non
     """
     if positions.dim() != 2 and not (collator is not None and restarts.any()):
         return
-    positions = (positions if positions.dim() == 2 else positions[0]).expand(len(restarts), -1)
+    if positions.dim() == 2:
+        goes_on, too_low = F.pad(positions.diff(dim=1) > 0, (1, 0)), positions < first
+    else:
+        goes_on, too_low, positions = ~restarts, torch.zeros_like(restarts), positions[0]
+    positions = positions.expand(len(restarts), -1)
     if collator is None:
         wrong = F.pad(positions.diff(dim=1) != 1, (1, 0)) & ~restarts
         remedy = "pass an attention_mask of ones if that is one document, else seq_idx or cu_seq_lens_q"
@@ -167,7 +170,7 @@ def _check_positions(positions: Tensor, restarts: Tensor, collator: Tensor | Non
         inside = collator != 0
         begins = F.pad(collator.diff(dim=1) != 0, (1, 0), value=True) & inside
         behind = begins & F.pad(inside[:, :-1], (1, 0))  # documents directly behind others
-        wrong = (restarts != behind) | ((positions < first) & inside & behind.any())
+        wrong = (restarts & ~behind) | (goes_on & behind) | (too_low & inside & behind.any())
         remedy = f"pass position_ids that count each document from {first}, or leave them out"
     for row, token in wrong.nonzero().tolist():
         before, after = int(positions[row, max(0, token - 1)]), int(positions[row, token])
@@ -213,11 +216,6 @@ def at_its_place_in_the_row(module: nn.Module, query: Tensor, layout: SequenceLa
 
     ratio = scale(places) / scale(torch.arange(query.shape[2], device=query.device))
     return (query * ratio[:, None, :, None]).to(query.dtype)
-
-
-def tokens_in(arguments: Mapping[str, Any]) -> Tensor | None:
-    """Returns the tokens [B, n] or embeddings [B, n, width] among the arguments of a model; None if there are none."""
-    return next((arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None), None)
 
 
 def rows_to_cut(

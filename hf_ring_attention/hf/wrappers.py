@@ -141,6 +141,11 @@ def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     return {**dict(named), **kwargs}
 
 
+def tokens_in(arguments: Mapping[str, Any]) -> Tensor | None:
+    """Returns the tokens [B, n] or embeddings [B, n, width] among the arguments of a model; None if there are none."""
+    return next((arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None), None)
+
+
 def takes(module: nn.Module, name: str) -> bool:
     """Returns whether the forward of a module's class has a parameter of this name."""
     return name in signature_of(type(module).forward).parameters

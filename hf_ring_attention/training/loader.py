@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 from ..compute.private import is_prepared
 from ..hf.forward_pass import CALL, Call
-from ..hf.rows import cut, rows_to_cut, tokens_in
-from ..hf.wrappers import models_of, runner_of
+from ..hf.rows import cut, rows_to_cut
+from ..hf.wrappers import models_of, runner_of, tokens_in
 from ..plan.patterns import Pattern, as_pattern
 from ..ring.ring import Ring
 from ..transport.agreement import digest
