@@ -283,7 +283,7 @@ def cut(runner: nn.Module, arguments: Mapping[str, Any], rows: WholeRows, ring: 
         )
     positions = whole_positions(runner, rows, arguments)
     last, places, first = int(positions.max()), places_of(runner), first_position(runner)
-    if places is not None and last - first >= places:  # One rank alone would fail.
+    if places is not None and last - first >= places:  # Only one rank would fail, and the others wait.
         raise ValueError(
             f"{type(runner).__name__} has learned positions for {places} tokens, and a row has a token at position {last}, "
             f"counted from {first}: cut rows, or take a model with rotary positions"
