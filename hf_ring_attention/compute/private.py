@@ -237,7 +237,8 @@ def checkpointing_of(module: nn.Module) -> Any:
     """Returns the function by which a module checkpoints its forward pass; None if it does not."""
     if _wraps_a_layer(module):
         return module.checkpoint_fn
-    return vars(module).get("_gradient_checkpointing_func") if getattr(module, "gradient_checkpointing", True) else None
+    function = vars(module).get("_gradient_checkpointing_func")  # Looking for it costs little, in modules without it.
+    return function if function is not None and getattr(module, "gradient_checkpointing", True) else None
 
 
 def _wraps_a_layer(module: nn.Module) -> bool:

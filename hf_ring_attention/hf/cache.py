@@ -19,7 +19,7 @@ from ..ring.ring import Ring
 from .config import layer_pattern
 from .forward_pass import running_with
 from .model_types import hybrids_of
-from .wrappers import attachment_of, evaluating, whole_model
+from .wrappers import attachment_of, evaluating, signature_of, takes, whole_model
 
 
 def cache_in(arguments: Mapping[str, Any]) -> Cache | None:
@@ -30,7 +30,7 @@ def cache_in(arguments: Mapping[str, Any]) -> Cache | None:
 @functools.cache
 def cache_names(forward: Callable[..., Any]) -> tuple[str, ...]:
     """Returns the parameters that hold a cache by their annotation, such as "cache" (since 5.24) or "past_key_values"."""
-    parameters = inspect.signature(forward).parameters.values()
+    parameters = signature_of(forward).parameters.values()
     return tuple(x.name for x in parameters if re.search(r"Cache\b", inspect.formatannotation(x.annotation)))
 
 
@@ -163,10 +163,9 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
         if input_ids.dim() != 2 or 0 in input_ids.shape or mask.shape != input_ids.shape:
             got = f"{tuple(input_ids.shape)} and a mask {tuple(mask.shape)}"
             raise ValueError(f"prefill: input_ids must be [batch, tokens], like the mask, got {got}")
-        if not bool(mask.all()) and "position_ids" not in inspect.signature(inner.forward).parameters:
-            name = type(inner).__name__
+        if not bool(mask.all()) and not takes(inner, "position_ids"):
             raise ValueError(
-                f"prefill: {name} takes no position_ids, so its generate would number padded rows differently"
+                f"prefill: {type(inner).__name__} takes no position_ids, so its generate would number padded rows differently"
             )
     layout = ring.layout_for(input_ids.shape[1], layer_pattern(config, None))
     cache: ShardedCache = (ShardedCache if hybrids is None else hybrids.sharded_hybrid_cache)(layout, config)

@@ -25,15 +25,14 @@ from ..ring.operator import CALLS, check_not_traced, define
 from ..ring.ring import Ring
 from ..ring.shards import RINGS, shard_of, whole_of
 from .attention import call_in_graph, strings_of
-from .call_rows import find_rows
 from .config import patterns_of
 from .forward_pass import CALL, NUMBER_IN_GRAPHS, Call, ForwardPass, drop_broken_passes, names_rows_in_graph
 from .join import LOGITS_NOT_FORMED
 from .lm_loss import IGNORED, next_labels
-from .masks import Tokens, tokens_of
+from .masks import Tokens, masks_follow_positions, tokens_of
 from .model_types import MIXERS
 from .registration import IMPLEMENTATION
-from .rows import documents_from_mask, first_position, places_of
+from .rows import documents_from_mask, find_rows, first_position, places_of, rows_of_call
 from .wrappers import MODULES, attachment_of, ring_of_calls, runner_of
 
 #: The value of `CALL` for a decoder whose last hidden states stay parts in a graph.
@@ -99,9 +98,12 @@ def _begin(
         find_rows(now, kwargs, multiple=2 * now.ring.world_size)
     found = Tokens(now.documents) if now.documents is not None else tokens_of(None if mask is None else mask != 0)
     if now.layout is None and mask is None and positions is not None:
-        # Without a mask, documents follow the rule of Transformers: each begins where positions do not count on.
-        numbers = F.pad((positions.diff(dim=1) != 1).cumsum(1), (1, 0)) + 1
-        found = Tokens(documents_from_mask(numbers.expand(tokens.shape[0], -1)))
+        follow = masks_follow_positions(type(runner).forward)
+        if follow is None:
+            rows_of_call(runner, tokens, kwargs, divided=True)  # This refuses positions that skip or repeat.
+        elif follow:
+            numbers = F.pad((positions.diff(dim=1) != 1).cumsum(1), (1, 0)) + 1
+            found = Tokens(documents_from_mask(numbers.expand(tokens.shape[0], -1)))
     if found.valid is not None:
         raise NotImplementedError(
             f"{type(runner).__name__} in one graph got padding inside a document: pad before or after it, or call the model "

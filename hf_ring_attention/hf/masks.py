@@ -7,8 +7,9 @@ does the same, and survives every copy on its way to a layer, even on another de
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -117,9 +118,8 @@ def ring_dilated_mask(
         documents = (((0, written),),) * batch_size
     missing: tuple[int, ...] = ()
     if own is not None and own[0] is Segment and kv_offset:
-        missing = (kv_offset,) * batch_size
-        if attention_mask is not None:
-            missing = tuple((attention_mask[:, :kv_offset] != 0).sum(1).tolist())
+        dropped = torch.ones(batch_size, kv_offset) if attention_mask is None else attention_mask[:, :kv_offset]
+        missing = tuple((dropped != 0).sum(1).tolist())
     tokens = Tokens(documents, kv_length, written, causal, own, kv_offset, missing, layout, held, valid)
     if now is not None:
         now.tokens.append(tokens)
@@ -147,11 +147,11 @@ def _read_mask_function(
     mask_function: Callable[..., Any] | None, config: Any
 ) -> tuple[bool, OwnBranch | None, Tensor | None]:
     """Returns causality, the window or chunks, and the numbers of packed documents of a mask function."""
-    parts = [*_mask_parts(mask_function)]
+    parts = _makers(mask_function)
     by_kind = dict(parts)
     causal = "bidirectional_mask_function" not in by_kind
-    limits = [kind for kind in _LIMITS if kind in by_kind and (causal or kind != "sliding_window_overlay")]
-    known = {"causal_mask_function" if causal else "bidirectional_mask_function", *limits[:1]}
+    limit = next((x for x in _LIMITS if x in by_kind and (causal or x != "sliding_window_overlay")), None)
+    known = {"causal_mask_function" if causal else "bidirectional_mask_function", limit}
     if by_kind.keys() >= _PACKED:  # Numbers of documents without new positions are those of another caller.
         known |= _PACKED
     if len(by_kind) < len(parts) or not by_kind.keys() <= known:
@@ -161,11 +161,21 @@ def _read_mask_function(
             f"windows, chunks, padding and packing: use 'eager' or 'sdpa'"
         )
     own: OwnBranch | None = None
-    for kind in limits:
-        branch, name, more = _LIMITS[kind]
-        own = branch, _closure(by_kind[kind], name) + more
-    packed = by_kind.get("packed_sequence_mask_function")
-    return causal, own, None if packed is None else _closure(packed, "packed_sequence_mask")
+    if limit is not None:
+        branch, name, more = _LIMITS[limit]
+        own = branch, by_kind[limit][name] + more
+    return causal, own, by_kind.get("packed_sequence_mask_function", {}).get("packed_sequence_mask")
+
+
+@functools.cache
+def masks_follow_positions(forward: Callable[..., Any]) -> bool | None:
+    """Returns whether a decoder's forward hands positions to the functions that make its masks; None if its code hides it.
+
+    Then Transformers begins a document of a row without a mask wherever positions do not count on.
+    """
+    constants = getattr(getattr(inspect.unwrap(forward), "__code__", None), "co_consts", ())
+    calls = [x for x in constants if isinstance(x, tuple) and {"config", "attention_mask"} <= {*x}]
+    return any("position_ids" in names for names in calls) if calls else None
 
 
 def _documents_and_padding(numbers: Tensor) -> tuple[Documents, Tensor | None]:
@@ -177,33 +187,27 @@ def _documents_and_padding(numbers: Tensor) -> tuple[Documents, Tensor | None]:
     return documents_from_mask(numbers.gather(1, padding_first(valid))), valid
 
 
-def _mask_parts(mask_function: Callable[..., Any] | None) -> Iterable[tuple[str, Callable[..., Any]]]:
-    """Yields the simple mask functions that Transformers combined, each with the name of its maker."""
+def _makers(mask_function: Callable[..., Any] | None) -> list[tuple[str, Mapping[str, Any]]]:
+    """Returns the makers of the simple mask functions that Transformers combined, each with the variables of its function.
+
+    The name of a maker outside of Transformers has its module.
+    """
     if mask_function is None:
-        return
-    kind = _kind_of(mask_function)
-    parts = _closure(mask_function, "mask_functions") if kind in ("and_masks", "or_masks") else ()
+        return []
+    module, name = mask_function.__module__, getattr(mask_function, "__qualname__", type(mask_function).__name__)
+    if module != and_masks.__module__:
+        return [(f"{module}.{name}", {})]
+    kind, variables = name.partition(".")[0], inspect.getclosurevars(mask_function).nonlocals
+    parts = [_makers(part) for part in variables.get("mask_functions", ())]
     if kind == "or_masks":
         # Blocks of tokens that see each other show nothing if no token is in a block, as in rows of text.
-        text = [_kind_of(x) == "blockwise_overlay" and (_closure(x, "block_sequence_ids") < 0).all() for x in parts]
-        parts = [part for part, shows_nothing in zip(parts, text) if not shows_nothing]
+        blocks = [
+            next((x["block_sequence_ids"] for name, x in part if name == "blockwise_overlay"), None) for part in parts
+        ]
+        parts = [part for part, numbers in zip(parts, blocks) if numbers is None or (numbers >= 0).any()]
     if kind == "and_masks" or len(parts) == 1:
-        for part in parts:
-            yield from _mask_parts(part)
-        return
-    yield kind, mask_function
-    if kind == "remap_positions_for_packed_sequence":
-        yield from _mask_parts(_closure(mask_function, "mask_function"))
-
-
-def _kind_of(mask_function: Callable[..., Any]) -> str:
-    """Returns the name of the function that made a mask function, or for other modules than Transformers', all of its name."""
-    module, name = mask_function.__module__, getattr(mask_function, "__qualname__", type(mask_function).__name__)
-    return name.partition(".")[0] if module == and_masks.__module__ else f"{module}.{name}"
-
-
-def _closure(function: Callable[..., Any], name: str) -> Any:
-    return inspect.getclosurevars(function).nonlocals[name]
+        return [maker for part in parts for maker in part]
+    return [(kind, variables), *_makers(variables.get("mask_function"))]
 
 
 def tokens_of(mask: Tensor | None) -> Tokens:

@@ -6,7 +6,6 @@ correct the few modules that would take a rank's part for a row.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,8 +18,7 @@ from ..compute.private import calling_frame, checkpointing_of, implementation_of
 from ..ring.operator import UNTRACEABLE, check_not_traced
 from ..ring.ring import Ring
 from .cache import ShardedCache, cache_in
-from .call_rows import find_rows
-from .config import patterns_of
+from .config import patterns_of, warn_once
 from .forward_pass import (
     CALL,
     Call,
@@ -39,10 +37,10 @@ from .lm_loss import join_of_fields
 from .on_use import OnUse
 from .output_layer import wrap_head
 from .registration import IMPLEMENTATION
-from .rows import by_name, check_places, cut, tokens_in, warn_of_temperatures, whole_positions
+from .rows import cut, find_rows, whole_positions
 from .support import has_next_token_loss
 from .values import Origin
-from .wrappers import Attachment, attachment_of, ring_of_calls, runner_of, set_attachments
+from .wrappers import Attachment, attachment_of, by_name, ring_of_calls, runner_of, set_attachments, takes
 
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
@@ -102,26 +100,13 @@ def _before_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[s
 
 def _of_decoder(now: ForwardPass, rows: WholeRows, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of the decoder: this rank's part of the rows, and positions that count each packed document."""
-    runner, tokens = now.runner, tokens_in(kwargs)
+    runner = now.runner
     if rows.layout is None:
-        counted = rows.from_collator and rows.packed
-        return {**kwargs, "position_ids": whole_positions(runner, rows, kwargs)} if counted else kwargs
-    assert tokens is not None
-    if now.call.rows is not None:  # A loader has cut them.
-        parts, now.last_position = dict(kwargs), rows.last_position
-    else:
-        if tuple(tokens.shape[:2]) != (rows.batch, rows.length):
-            raise NotImplementedError(
-                f"{type(runner).__name__} got {list(tokens.shape[:2])} tokens, and its model {[rows.batch, rows.length]}: rows "
-                f"that change before the decoder cannot be cut: use one process (ring=None)"
-            )
-        positions = whole_positions(runner, rows, kwargs)
-        now.last_position = int(positions.max())
-        parts = cut({**kwargs, "position_ids": positions}, rows, now.ring)
-    check_places(runner, now.last_position)
-    if not isinstance(cache_in(kwargs), ShardedCache) and "use_cache" in inspect.signature(runner.forward).parameters:
-        parts["use_cache"] = False
-    return parts
+        return {**kwargs, "position_ids": whole_positions(runner, rows, kwargs)} if rows.packed else kwargs
+    cut_before = now.call.rows is not None  # by a loader
+    kwargs, now.last_position = (kwargs, rows.last_position) if cut_before else cut(runner, kwargs, rows, now.ring)
+    cacheless = takes(runner, "use_cache") and not isinstance(cache_in(kwargs), ShardedCache)
+    return {**kwargs, "use_cache": False} if cacheless else kwargs
 
 
 def after_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -184,13 +169,24 @@ def begin_call(module: PreTrainedModel, runner: PreTrainedModel, kwargs: dict[st
     now = ForwardPass(runner, module, ring_of_calls(runner), call, patterns=patterns, outer=outer)
     find_rows(now, kwargs)
     if now.rows is not None and now.rows.packed:
-        warn_of_temperatures(runner.config, max(stop for row in now.documents or () for _, stop in row))
+        _warn_of_temperatures(runner.config, max(stop for row in now.documents or () for _, stop in row))
     if not now.whole and now.held is None:
         _decide(now, kwargs)
     now.frame = calling_frame(module)
     now.mark_running(True)
     set_forward_pass(now)
     return now
+
+
+def _warn_of_temperatures(config: Any, seq_len: int) -> None:
+    """Logs once that a model scales queries by their places in the row, so packed documents differ from those alone."""
+    floor = getattr(config, "floor_scale", None)
+    if getattr(config, "attn_temperature_tuning", False) and isinstance(floor, (int, float)) and seq_len >= floor:
+        warn_once(
+            f"{type(config).__name__} has attn_temperature_tuning, so packed documents are scaled by their places in the row "
+            f"of {seq_len} tokens: pack rows of fewer than {floor} tokens, pad documents, or set it to False in the "
+            f"config before the model is made"
+        )
 
 
 def _remember_for_recomputation(model: PreTrainedModel) -> None:
@@ -207,13 +203,7 @@ def _checkpointed(checkpoint: Callable[..., Any], function: Callable[..., Any], 
     """Checkpoints a function, and sets for its recomputation the `ForwardPass` in which it ran first."""
     if torch.compiler.is_dynamo_compiling():
         return checkpoint(function, *args, **kwargs)
-    now = running().forward_pass
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with running_with(forward_pass=now):
-            return function(*args, **kwargs)
-
-    return checkpoint(run, *args, **kwargs)
+    return checkpoint(running_with(forward_pass=running().forward_pass)(function), *args, **kwargs)
 
 
 def _decide(now: ForwardPass, kwargs: dict[str, Any]) -> None:
@@ -246,13 +236,13 @@ def _with_last_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     now = running().forward_pass
     if now is None or now.last_position is None:
         return None  # Whole rows, or a step after a prefill, in which all ranks have all positions.
-    call = inspect.signature(module.forward).bind(*args, **kwargs)
-    # Code of others names it otherwise.
-    name = "position_ids" if "position_ids" in call.arguments else [*call.arguments][1]
-    positions = call.arguments[name]
-    column = torch.full_like(positions[..., :1], now.last_position)
-    call.arguments[name] = torch.cat([positions, column], -1)
-    return call.args, call.kwargs
+    last = now.last_position
+
+    def longer(x: Any) -> Any:  # Code of others gives positions another name.
+        positions = isinstance(x, Tensor) and not x.is_floating_point()
+        return torch.cat([x, torch.full_like(x[..., :1], last)], -1) if positions else x
+
+    return tuple(map(longer, args)), {name: longer(x) for name, x in kwargs.items()}
 
 
 @torch.compiler.disable(reason="it belongs to _with_last_position")

@@ -1,4 +1,4 @@
-"""The rows of a call: finds their documents and positions, and cuts each rank's part of them.
+"""The rows of a call: finds their documents and positions, compares them with all ranks, and cuts each rank's part of them.
 
 The model cuts before its decoder, and a loader in its workers. Every rank has the whole row, so all find the same documents and
 make the same layout: nothing is negotiated.
@@ -6,8 +6,8 @@ make the same layout: nothing is negotiated.
 
 from __future__ import annotations
 
-import inspect
 import itertools
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,19 +15,30 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ..plan.layouts import SequenceLayout
-from ..plan.problem import Documents
+from ..plan.problem import Documents, HeldKeys
 from ..ring.ring import Ring
+from ..transport.agreement import digest
+from .cache import ShardedCache, cache_in, tokens_skipped
 from .config import layer_pattern, warn_once
-from .forward_pass import WholeRows
+from .forward_pass import ForwardPass, WholeRows
 from .model_types import COUNT_BY_MASK
+from .wrappers import takes, tokens_in
 
 #: The names that models give to a table of positions.
 _TABLES = ("wpe", "embed_positions", "position_embeddings", "position_embedding", "positions_embed")
 
 #: Arguments that describe the documents of whole rows; the parts of rows do without them.
 _DESCRIPTIONS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+#: Ranks compare 32 to 63 trained weights and as many frozen ones, and 32 to 63 numbers of each.
+_FEW = 32
+_REPLICAS = "use one seed, and train under DDP, FSDP or ZeRO"
+
+
+# ---- documents
 
 
 def documents_from_mask(mask: Tensor) -> Documents:
@@ -49,107 +60,123 @@ def documents_from_mask(mask: Tensor) -> Documents:
     return tuple(documents)
 
 
-def rows_of_call(runner: nn.Module, tokens: Tensor, arguments: Mapping[str, Any]) -> WholeRows:
-    """Returns the rows of a call without a cache; their documents are None if the mask alone describes them.
+def rows_of_call(runner: nn.Module, tokens: Tensor, arguments: Mapping[str, Any], divided: bool = False) -> WholeRows:
+    """Returns the rows of a call without a cache; their documents are None if the mask alone describes whole rows.
 
     Args:
         arguments: with `position_ids` [B or 1, n] or [axes, B or 1, n], a document begins where they restart at the decoder's
             first position. A collator describes documents by `cu_seq_lens_q` [documents + 1], 0 and the ends of the documents
             of one batch row (`DataCollatorWithFlattening`), or by `seq_idx` [B, n], each token's document, from 0.
+        divided: whether a ring divides the rows, which then may have no padding and no unclear borders inside documents.
     """
     batch, length = tokens.shape[:2]
-    mask, positions, first = arguments.get("attention_mask"), _text_positions(arguments), first_position(runner)
-    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
+    mask, positions, first = arguments.get("attention_mask"), arguments.get("position_ids"), first_position(runner)
+    _check_shapes((batch, length), arguments, divided)
+    numbers = _numbers_of_collator(batch, length, arguments.get("cu_seq_lens_q"), arguments.get("seq_idx"))
+    described = bool(numbers) or divided or isinstance(positions, Tensor)  # else no mask is brought to the CPU
+    if not described or (mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2)):
         return WholeRows(batch, length, None)
-    collator = _documents_of_collator(batch, length, arguments.get("cu_seq_lens_q"), arguments.get("seq_idx"))
-    found = _documents_of_positions(batch, positions, mask, first)
-    if collator is None:
-        return WholeRows(batch, length, found)
-    if positions is not None and positions.dim() == 2 and any(len(row) > 1 for row in collator):
-        _check_beginnings(collator, positions, first)
-    by_mask = None if mask is None else documents_from_mask(mask != 0)
+    valid = torch.ones(batch, length, dtype=torch.bool) if mask is None else (mask != 0).cpu()
+    positions = positions.cpu().to(torch.int64) if isinstance(positions, Tensor) else torch.empty(0)
+    if positions.dim() == 3 and len(positions) == 4:
+        positions = positions[0]  # of text; the others are those of images
+    collator = next(iter(numbers.values()), None)
+    inside = valid if collator is None else collator != 0
+    restarts = _restarts(positions, inside, first)
+    if collator is None and restarts.any():
+        numbers["position_ids"] = (restarts.cumsum(1) + 1) * valid
+    if not numbers and not divided:
+        return WholeRows(batch, length, None)
+    found, by_mask = {name: documents_from_mask(x) for name, x in numbers.items()}, documents_from_mask(valid)
     # A mask knows padding, but no borders between documents.
-    for other in (by_mask, found):
-        if other not in (None, (((0, length),),) * batch, collator, _merged(collator)):
+    if mask is not None and not any(torch.equal(valid, x) for x in (inside, torch.ones_like(inside))):
+        found["attention_mask"] = by_mask
+    for (name, documents), (other, others) in itertools.pairwise(found.items()):
+        if documents != others:
             raise ValueError(
-                f"cu_seq_lens or seq_idx describe the documents {collator}, and the attention mask or position_ids describe "
-                f"{other}: pass the collator's batch unchanged"
+                f"{name} and {other} contradict each other: they describe the documents {documents} and {others}: pass the "
+                f"collator's batch unchanged"
             )
-    return WholeRows(batch, length, collator, from_collator=True)
+    if collator is not None or (divided and mask is None):
+        _check_positions(positions, restarts, collator, first)
+    return WholeRows(batch, length, next(iter(found.values()), by_mask), from_collator=collator is not None)
 
 
-def _documents_of_collator(batch: int, length: int, cu_seq_lens: Any, seq_idx: Any) -> Documents | None:
-    """Returns the documents that a collator describes beside the tokens; None if it describes none."""
-    by_ends = by_number = None
-    if cu_seq_lens is not None:
-        if not isinstance(cu_seq_lens, Tensor) or cu_seq_lens.dim() != 1:
-            raise ValueError(f"cu_seq_lens must be a tensor of one dimension, got {cu_seq_lens!r}")
-        ends = [int(end) for end in cu_seq_lens.tolist()]
-        if batch != 1 or ends[:1] != [0] or ends[-1:] != [length] or ends != sorted({*ends}):
+def _check_shapes(shape: tuple[int, int], arguments: Mapping[str, Any], divided: bool) -> None:
+    """Refuses arguments that are not tensors [B, n] like the tokens; positions may also be [1, n] or [axes, B or 1, n]."""
+    for name in ("attention_mask", "position_ids", "seq_idx") if divided else ("seq_idx",):
+        x = arguments.get(name)
+        sizes = tuple(x.shape) if isinstance(x, Tensor) else ()
+        shared = name == "position_ids" and len(sizes) in (2, 3) and sizes[-2:] in (shape, (1, shape[1]))
+        if x is not None and sizes != shape and not shared:
             raise ValueError(
-                f"cu_seq_lens must rise from 0 to the {length} tokens of one batch row, got {ends} for {batch} "
+                f"{name} must be a tensor {[*shape]} like the tokens, got {sizes or type(x).__name__}: pass the tokenizer's "
+                f"mask, and for packed documents position_ids that restart, or the collator's seq_idx"
+            )
+
+
+def _numbers_of_collator(batch: int, length: int, ends: Any, seq_idx: Any) -> dict[str, Tensor]:
+    """Returns the number of each token's document [B, n], 0 for padding, by the names of a collator's descriptions."""
+    numbers = {}
+    if ends is not None:
+        if not isinstance(ends, Tensor) or ends.dim() != 1:
+            raise ValueError(f"cu_seq_lens must be a tensor of one dimension, got {ends!r}")
+        stops = [int(end) for end in ends.tolist()]
+        if batch != 1 or stops[:1] != [0] or stops[-1:] != [length] or stops != sorted({*stops}):
+            raise ValueError(
+                f"cu_seq_lens must rise from 0 to the {length} tokens of one batch row, got {stops} for {batch} "
                 f"batch rows: pass the cu_seq_lens of the collator together with its input_ids"
             )
-        by_ends = (tuple(itertools.pairwise(ends)),)
+        numbers["cu_seq_lens"] = torch.bucketize(torch.arange(length), torch.tensor(stops), right=True)[None]
     if seq_idx is not None:
-        if not isinstance(seq_idx, Tensor) or tuple(seq_idx.shape) != (batch, length):
-            got = tuple(seq_idx.shape) if isinstance(seq_idx, Tensor) else type(seq_idx).__name__
-            raise ValueError(
-                f"seq_idx must be a tensor [{batch}, {length}] like input_ids, got {got}: pass the collator's"
-            )
-        by_number = documents_from_mask(seq_idx + 1)
-    if by_ends is not None and by_number is not None and by_ends != by_number:
-        raise ValueError(
-            f"cu_seq_lens and seq_idx contradict each other: they describe the documents {by_ends} and {by_number}: pass the "
-            f"collator's batch unchanged"
-        )
-    return by_number if by_ends is None else by_ends
+        numbers["seq_idx"] = seq_idx.cpu().to(torch.int64) + 1
+    return numbers
 
 
-def _documents_of_positions(batch: int, positions: Tensor | None, mask: Tensor | None, first: int) -> Documents | None:
-    """Returns the documents of whole sequences whose positions restart; None if they do not.
+def _restarts(positions: Tensor, valid: Tensor, first: int) -> Tensor:
+    """Returns at which tokens [B, n] behind other `valid` tokens of their row positions restart.
 
     A document begins if positions go down, and between two neighbours that both have the position of a first token: the
     former is a document of one token. Positions that skip or repeat other numbers are the caller's own numbering of one
     document, such as a pruned prompt. Positions in time, height and width go down inside images and between frames and their
     sound, so a document begins there where all three are those of a first token.
     """
-    if positions is None or positions.dim() not in (2, 3):
-        return None
-    positions = positions.cpu().to(torch.int64).expand(*positions.shape[:-2], batch, -1)
+    if positions.dim() not in (2, 3) or positions.shape[-1] != valid.shape[1]:  # The mask also covers a cache.
+        return torch.zeros_like(valid)
     before, after = positions[..., :-1], positions[..., 1:]
     at_first = after == first
     restarts = at_first.all(0) if positions.dim() == 3 else (after < before) | (at_first & (before == first))
-    restarts = F.pad(restarts, (1, 0)).to(torch.int64)
-    valid = torch.ones_like(restarts) if mask is None else (mask != 0).cpu().to(torch.int64)
-    if valid.shape != restarts.shape:
-        return None  # The mask also covers a cache, or is not one of tokens.
-    if not bool((restarts[:, 1:] * valid[:, 1:] * valid[:, :-1]).any()):
-        return None
-    documents_from_mask(valid)  # This refuses padding inside a document, which is not a border.
-    return documents_from_mask((restarts.cumsum(-1) + 1) * valid)
+    return F.pad(restarts & valid[:, 1:] & valid[:, :-1], (1, 0))
 
 
-def _merged(documents: Documents) -> Documents:
-    """Returns documents, with those that follow each other without padding between them joined into one."""
-    borders = [({start for start, _ in row}, {stop for _, stop in row}) for row in documents]
-    return tuple(tuple(zip(sorted(starts - stops), sorted(stops - starts))) for starts, stops in borders)
+def _check_positions(positions: Tensor, restarts: Tensor, collator: Tensor | None, first: int) -> None:
+    """Refuses positions that restart elsewhere than a collator's documents with these numbers [B, n], or lie below `first`.
+
+    Without a collator and a mask, they may not skip or repeat: some models begin another document there.
+    """
+    if positions.dim() != 2 and not (collator is not None and restarts.any()):
+        return
+    if positions.dim() == 2:
+        goes_on, too_low = F.pad(positions.diff(dim=1) > 0, (1, 0)), positions < first
+    else:
+        goes_on, too_low, positions = ~restarts, torch.zeros_like(restarts), positions[0]
+    positions = positions.expand(len(restarts), -1)
+    if collator is None:
+        wrong = F.pad(positions.diff(dim=1) != 1, (1, 0)) & ~restarts
+        remedy = "pass an attention_mask of ones if that is one document, else seq_idx or cu_seq_lens_q"
+    else:
+        inside = collator != 0
+        begins = F.pad(collator.diff(dim=1) != 0, (1, 0), value=True) & inside
+        behind = begins & F.pad(inside[:, :-1], (1, 0))  # documents directly behind others
+        wrong = (restarts & ~behind) | (goes_on & behind) | (too_low & inside & behind.any())
+        remedy = f"pass position_ids that count each document from {first}, or leave them out"
+    for row, token in wrong.nonzero().tolist():
+        before, after = int(positions[row, max(0, token - 1)]), int(positions[row, token])
+        where = "" if collator is None else f", where {'a' if begins[row, token] else 'no'} document begins"
+        raise ValueError(f"position_ids of row {row} go from {before} to {after} at token {token}{where}: {remedy}")
 
 
-def _check_beginnings(documents: Documents, positions: Tensor, first: int) -> None:
-    """Refuses positions that do not restart at the documents of a packed row, or lie below `first`."""
-    for row, (runs, numbers) in enumerate(zip(documents, positions.expand(len(documents), -1).tolist())):
-        stops = {stop for _, stop in runs}
-        for start, stop in runs:
-            goes_on, lowest = start in stops and numbers[start] > numbers[start - 1], min(numbers[start:stop])
-            if goes_on or lowest < first:
-                wrong = (
-                    f"go on there from {numbers[start - 1]} to {numbers[start]}" if goes_on else f"have {lowest} in it"
-                )
-                raise ValueError(
-                    f"a document begins at token {start} of batch row {row}, and position_ids {wrong}: pass position_ids that "
-                    f"count each document from {first}, or leave them out"
-                )
+# ---- positions
 
 
 def first_position(module: nn.Module) -> int:
@@ -171,16 +198,6 @@ def places_of(runner: nn.Module) -> int | None:
     return min(tables, default=None)
 
 
-def check_places(runner: nn.Module, last_position: int) -> None:
-    """Refuses a position beyond a table of positions, on which one rank alone would fail."""
-    places, first = places_of(runner), first_position(runner)
-    if places is not None and last_position - first >= places:
-        raise ValueError(
-            f"{type(runner).__name__} has learned positions for {places} tokens, and a row has a token at position "
-            f"{last_position}, counted from {first}: cut rows, or take a model with rotary positions"
-        )
-
-
 def at_its_place_in_the_row(module: nn.Module, query: Tensor, layout: SequenceLayout, rank: int) -> Tensor:
     """Returns the queries [B, H, n, D] of a shard, scaled by their places in the row instead of their places in the shard.
 
@@ -189,50 +206,14 @@ def at_its_place_in_the_row(module: nn.Module, query: Tensor, layout: SequenceLa
     """
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return query
-    batch_rows = range(len(layout.rows) or 1)
-    places = torch.tensor([[*layout.positions(rank, row)] for row in batch_rows], device=query.device)  # [B or 1, n]
-    counted = torch.arange(query.shape[2], device=query.device)
+    places = torch.tensor([[*layout.positions(rank, row)] for row in range(len(layout.rows) or 1)], device=query.device)
 
-    def scale(place: Tensor) -> Tensor:
+    def scale(place: Tensor) -> Tensor:  # [B or 1, n]
         blocks = torch.floor((place.float() + 1.0) / module.floor_scale)  # type: ignore[operator]
-        return torch.log1p(blocks) * module.attn_scale + 1.0  # type: ignore[operator]
+        return (torch.log1p(blocks) * module.attn_scale + 1.0).double()  # type: ignore[operator]
 
-    ratio = scale(places).double() / scale(counted).double()
+    ratio = scale(places) / scale(torch.arange(query.shape[2], device=query.device))
     return (query * ratio[:, None, :, None]).to(query.dtype)
-
-
-def warn_of_temperatures(config: Any, seq_len: int) -> None:
-    """Logs once that a model scales queries by their places in the row, so packed documents differ from those alone."""
-    floor = getattr(config, "floor_scale", None)
-    if getattr(config, "attn_temperature_tuning", False) and isinstance(floor, (int, float)) and seq_len >= floor:
-        warn_once(
-            f"{type(config).__name__} has attn_temperature_tuning, so packed documents are scaled by their places in the row "
-            f"of {seq_len} tokens: pack rows of fewer than {floor} tokens, pad documents, or set it to False in the "
-            f"config before the model is made"
-        )
-
-
-def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a call of a model by their names, also if its class passes them on as *args."""
-    if not args:
-        return dict(kwargs)
-    forwards = [inspect.signature(vars(x)["forward"]) for x in type(module).__mro__ if "forward" in vars(x)]
-    signature = next((x for x in forwards if "input_ids" in x.parameters), forwards[0])
-    _, *named = signature.bind_partial(module, *args).arguments.items()
-    return {**dict(named), **kwargs}
-
-
-def tokens_in(arguments: Mapping[str, Any]) -> Tensor | None:
-    """Returns the tokens [B, n] or embeddings [B, n, width] among the arguments of a model; None if there are none."""
-    return next((arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None), None)
-
-
-def _text_positions(arguments: Mapping[str, Any]) -> Tensor | None:
-    """Returns the positions [B, n] or [3, B, n] of a call; of four dimensions [4, B, n] the first has those of text."""
-    positions = arguments.get("position_ids")
-    if not isinstance(positions, Tensor):
-        return None
-    return positions[0] if positions.dim() == 3 and positions.shape[0] == 4 else positions
 
 
 def rows_to_cut(
@@ -251,48 +232,15 @@ def rows_to_cut(
         layout: the layout of a sharded cache that these rows fill.
         multiple: the ranks divide a multiple of so many tokens, with padding.
     """
-    tokens, mask = _checked_tokens(arguments), arguments.get("attention_mask")
-    rows = rows_of_call(runner, tokens, arguments)
-    documents = rows.documents
-    if documents is None:
-        documents = (((0, rows.length),),) * rows.batch if mask is None else documents_from_mask(mask != 0)
-    if mask is None and not rows.from_collator:
-        _check_gaps(_text_positions(arguments), documents)
-    if layout is None:
-        pattern = pattern or layer_pattern(runner.config.get_text_config(), None)  # type: ignore[union-attr, operator]
-        layout = ring.layout_for(-(-rows.length // multiple) * multiple, pattern, documents)
-    return replace(rows, documents=documents, layout=layout)
-
-
-def _checked_tokens(arguments: Mapping[str, Any]) -> Tensor:
-    """Returns the tokens or embeddings of a call; refuses a call without them, and a mask or positions of other rows."""
-    tokens, mask, positions = tokens_in(arguments), arguments.get("attention_mask"), arguments.get("position_ids")
+    tokens = tokens_in(arguments)
     if tokens is None or tokens.dim() < 2 or 0 in tokens.shape[:2]:
         got = "neither input_ids nor inputs_embeds" if tokens is None else f"{tuple(tokens.shape)}"
         raise ValueError(f"a ring cuts rows of tokens [batch, tokens], got {got}: pass input_ids or inputs_embeds")
-    shape = (batch, length) = tuple(tokens.shape[:2])
-    if isinstance(mask, Tensor) and mask.dim() >= 2 and tuple(mask.shape) != shape:
-        raise ValueError(
-            f"attention_mask must be [{batch}, {length}] like the tokens, got {tuple(mask.shape)}: pass the tokenizer's mask, "
-            f"and for packed documents position_ids that restart"
-        )
-    sizes = tuple(positions.shape) if isinstance(positions, Tensor) else ()
-    if positions is not None and not (len(sizes) in (2, 3) and sizes[-2:] in (shape, (1, length))):
-        got = f"{sizes}" if isinstance(positions, Tensor) else f"a {type(positions).__name__}"
-        raise ValueError(f"position_ids must be a tensor [{batch}, {length}] like the tokens, got {got}")
-    return tokens
-
-
-def _check_gaps(positions: Tensor | None, documents: Documents) -> None:
-    """Refuses positions that skip or repeat inside a document without a mask: some models begin another document there."""
-    if positions is None or positions.dim() != 2 or positions.shape[1] < 2:
-        return
-    for row, token in (positions.diff(dim=1) != 1).nonzero().tolist():
-        if token + 1 not in [start for start, _ in documents[row]]:
-            raise ValueError(
-                f"position_ids of row {row} go from {int(positions[row, token])} to {int(positions[row, token + 1])} at token "
-                f"{token + 1}: pass an attention_mask of ones if that is one document, else seq_idx or cu_seq_lens_q"
-            )
+    rows = rows_of_call(runner, tokens, arguments, divided=True)
+    if layout is None:
+        pattern = pattern or layer_pattern(runner.config.get_text_config(), None)  # type: ignore[union-attr, operator]
+        layout = ring.layout_for(-(-rows.length // multiple) * multiple, pattern, rows.documents)
+    return replace(rows, layout=layout)
 
 
 def whole_positions(runner: nn.Module, rows: WholeRows, arguments: Mapping[str, Any]) -> Tensor:
@@ -302,7 +250,7 @@ def whole_positions(runner: nn.Module, rows: WholeRows, arguments: Mapping[str, 
     if isinstance(positions, Tensor):
         return positions
     ids, mask, first = arguments.get("input_ids"), arguments.get("attention_mask"), first_position(runner)
-    if rows.from_collator and rows.packed:  # They count each document.
+    if rows.packed:  # A collator has described it.
         counted = torch.zeros(rows.batch, rows.length, dtype=torch.int64)
         for row, runs in enumerate(rows.documents or ()):
             for start, stop in runs:
@@ -317,17 +265,30 @@ def whole_positions(runner: nn.Module, rows: WholeRows, arguments: Mapping[str, 
     return valid.cumsum(1) * valid + first - 1
 
 
-def cut(arguments: Mapping[str, Any], rows: WholeRows, ring: Ring) -> dict[str, Any]:
+def cut(runner: nn.Module, arguments: Mapping[str, Any], rows: WholeRows, ring: Ring) -> tuple[dict[str, Any], int]:
     """Returns the arguments of a decoder with this rank's part of each tensor that has a value for each token.
 
     Those are tensors [B or 1, n, ...], positions [axes, B, n], and the features that a decoder adds at visual tokens
-    (`deepstack_visual_embeds`), which are picked by the mask of these (`visual_pos_masks`).
+    (`deepstack_visual_embeds`), which are picked by the mask of these (`visual_pos_masks`). The second result is the greatest
+    position of whole rows.
     """
-    layout = rows.layout
-    assert layout is not None
-    parts = {name: value for name, value in arguments.items() if name not in _DESCRIPTIONS}
+    layout, tokens = rows.layout, tokens_in(arguments)
+    assert layout is not None and tokens is not None
+    if tuple(tokens.shape[:2]) != (rows.batch, rows.length):
+        raise NotImplementedError(
+            f"{type(runner).__name__} got {list(tokens.shape[:2])} tokens, and its model {[rows.batch, rows.length]}: rows "
+            f"that change before the decoder cannot be cut: use one process (ring=None)"
+        )
+    positions = whole_positions(runner, rows, arguments)
+    last, places, first = int(positions.max()), places_of(runner), first_position(runner)
+    if places is not None and last - first >= places:  # Only one rank would fail, and the others wait.
+        raise ValueError(
+            f"{type(runner).__name__} has learned positions for {places} tokens, and a row has a token at position {last}, "
+            f"counted from {first}: cut rows, or take a model with rotary positions"
+        )
+    parts = {name: x for name, x in arguments.items() if name not in _DESCRIPTIONS} | {"position_ids": positions}
     for name, x in parts.items():
-        if name == "position_ids" and isinstance(x, Tensor) and x.dim() == 3:
+        if name == "position_ids" and x.dim() == 3:
             parts[name] = ring.shard(x.movedim(0, -1).expand(rows.batch, -1, -1), layout).movedim(-1, 0)
         elif isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == rows.length and x.shape[0] in (1, rows.batch):
             parts[name] = ring.shard(x.expand(rows.batch, *x.shape[1:]), layout)
@@ -336,4 +297,97 @@ def cut(arguments: Mapping[str, Any], rows: WholeRows, ring: Ring) -> dict[str, 
         numbers = (seen.flatten().cumsum(0) - 1).view(seen.shape)
         chosen = ring.shard(numbers, layout)[ring.shard(seen, layout)]
         parts["deepstack_visual_embeds"] = [x[chosen.to(x.device)] for x in features]
-    return parts
+    return parts, last
+
+
+# ---- agreement
+
+
+def find_rows(now: ForwardPass, kwargs: Mapping[str, Any], multiple: int = 1) -> None:
+    """Finds the rows of a call once all ranks have come with equal calls, and divides a `multiple` of so many tokens."""
+    ring, runner, cut_rows = now.ring, now.runner, now.call.rows
+    tokens, cache = tokens_in(kwargs), cache_in(kwargs)
+    now.skipped = tokens_skipped(cache)
+    now.cacheless = kwargs.get("use_cache") is False
+    own_cache = not isinstance(cache, ShardedCache) and (cache is not None or kwargs.get("use_cache") is True)
+    now.whole = own_cache and ring.world_size > 1
+    if now.whole and ring.rank == 0:
+        warn_once(
+            f"{type(runner).__name__} has its own cache, so all ranks compute whole rows: ra.prefill fills a sharded one",
+            logging.INFO,
+        )
+    if ring.world_size == 1 or now.whole:
+        now.rows = _rows_alone(runner, tokens, kwargs)
+        return
+    with ring.agreement("a forward pass of a model", by_digest=True) as agreed:
+        if isinstance(cache, ShardedCache) and cache.get_seq_length() > 0:
+            now.held = _held_in_step(ring, cache, tokens, kwargs.get("attention_mask"))
+        else:
+            layout = getattr(cache, "layout", None)
+            now.rows = cut_rows or rows_to_cut(runner, ring, kwargs, layout=layout, multiple=multiple)
+        part = None if cut_rows is None or cut_rows.layout is None else cut_rows.layout.local_len
+        for name, value in kwargs.items():
+            if isinstance(value, Tensor) and (part is None or value.shape[1:2] != (part,)):
+                agreed.same(name, digest(value))
+            elif value is None or isinstance(value, (bool, int, float, str)):
+                agreed.same(name, value)
+        agreed.same("the division of the rows", digest(now.rows))
+        agreed.same("whether the model trains", runner.training)
+        agreed.same("whether gradients are recorded", torch.is_grad_enabled())
+        if now.rows is not None:
+            agreed.same("the tokens of a cut batch", now.rows.checksum)
+            agreed.same("the model's weights", digest(_some_weights(now.module)), _REPLICAS)
+
+
+def _some_weights(model: nn.Module) -> Tensor:
+    """Returns a few numbers of some weights, trained and frozen, which are equal on ranks that start and train alike.
+
+    DDP, ZeRO 1 and 2 keep replicas equal to the last bit. FSDP and ZeRO 3 divide weights, which are left out.
+    """
+    divided = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    weights = [] if divided else [*model.parameters()]
+    numbers: list[Tensor] = []
+    for some in ([x for x in weights if x.requires_grad], [x for x in weights if not x.requires_grad]):
+        for weight in some[:: -max(1, len(some) // _FEW)]:  # from the last one, which may be a new head
+            plain = type(weight) is nn.Parameter and not hasattr(weight, "ds_id") and weight.device.type != "meta"
+            if plain and weight.is_contiguous() and weight.is_floating_point() and weight.element_size() > 1:
+                flat = weight.detach().view(-1)
+                step = max(1, len(flat) // _FEW)
+                numbers.append(flat[(len(flat) - 1) % step :: step])
+    return torch.cat([x for x in numbers if x.device == numbers[0].device]) if numbers else torch.empty(0)
+
+
+def _rows_alone(runner: nn.Module, tokens: Tensor | None, arguments: Mapping[str, Any]) -> WholeRows | None:
+    """Returns the rows of a call that this process computes by itself; None in a step of generation."""
+    if tokens is None or tokens.dim() < 2:
+        return None
+    if cache_in(arguments) is not None:
+        ends, numbers = arguments.get("cu_seq_lens_q"), arguments.get("seq_idx")
+        if (ends is not None and len(ends) > 2) or (numbers is not None and bool(numbers.diff(dim=-1).any())):
+            raise ValueError("cu_seq_lens and seq_idx describe packed rows, which have no cache: pass use_cache=False")
+        return None
+    rows = rows_of_call(runner, tokens, arguments)
+    if rows.packed and not takes(runner, "position_ids"):
+        raise ValueError(
+            f"{type(runner).__name__} was given packed rows, and takes no position_ids: pass one document a row, padded"
+        )
+    return rows
+
+
+def _held_in_step(ring: Ring, cache: ShardedCache, tokens: Tensor | None, mask: Any) -> HeldKeys:
+    """Returns what this rank's cache holds in a step of generation; refuses tokens and a mask of other rows."""
+    if tokens is None:
+        raise ValueError("a forward pass needs input_ids or inputs_embeds")
+    length, held = tokens.shape[1], cache.get_seq_length()
+    if tokens.shape[0] != cache.num_rows:
+        came = f"{tokens.shape[0]} came: for beams, call cache.batch_repeat_interleave(beams)"
+        raise ValueError(f"the cache holds {cache.num_rows} batch rows, and {came}")
+    mask_len = mask.shape[1] if isinstance(mask, Tensor) and mask.dim() == 2 else held + length
+    if length == 0 or mask_len != held + length:
+        raise ValueError(
+            f"the cache holds {held} tokens, and {length} came, so an attention_mask has {held} + {length} = "
+            f"{held + length}, not {mask_len}: call model.generate(torch.cat([document, question], 1), cache=cache)"
+        )
+    if isinstance(mask, Tensor):
+        documents_from_mask(mask != 0)
+    return cache.held(ring.rank, length)

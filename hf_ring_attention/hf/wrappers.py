@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -17,6 +19,9 @@ from transformers import PreTrainedModel
 from ..compute.private import compiled_module
 from ..ring.operator import Numbered
 from ..ring.ring import Ring, ring_alone
+
+#: Returns the signature of the forward of a class.
+signature_of = functools.cache(inspect.signature)
 
 #: The attribute of a patched model's modules that holds their `Attachment`.
 ATTACHMENT = "_ring_dilated"
@@ -126,6 +131,26 @@ def class_of_transformers(module: nn.Module) -> type:
     return next((kind for kind in kinds if kind.__module__.startswith("transformers.")), kinds[0])
 
 
+def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a call of a model by their names, also if its class passes them on as *args."""
+    if not args:
+        return dict(kwargs)
+    forwards = [signature_of(vars(kind)["forward"]) for kind in type(module).__mro__ if "forward" in vars(kind)]
+    signature = next((x for x in forwards if "input_ids" in x.parameters), forwards[0])
+    _, *named = signature.bind_partial(module, *args).arguments.items()
+    return {**dict(named), **kwargs}
+
+
+def tokens_in(arguments: Mapping[str, Any]) -> Tensor | None:
+    """Returns the tokens [B, n] or embeddings [B, n, width] among the arguments of a model; None if there are none."""
+    return next((arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None), None)
+
+
+def takes(module: nn.Module, name: str) -> bool:
+    """Returns whether the forward of a module's class has a parameter of this name."""
+    return name in signature_of(type(module).forward).parameters
+
+
 def attachment_of(module: nn.Module) -> Attachment:
     """Returns what `patch_model` gave to a module, with a ring or without one; an empty `Attachment` for other modules."""
     return getattr(module, ATTACHMENT, None) or Attachment()
@@ -161,10 +186,9 @@ def head_shard(module: nn.Module, query: Tensor, key: Tensor) -> tuple[int, int]
     # A layer counts all heads, whatever this rank has. In a few types it has another number of them than the config.
     names = ((module, "num_heads"), (module, "num_attention_heads"), (config, "num_attention_heads"))
     total = next((count for owner, name in names if isinstance(count := getattr(owner, name, None), int)), heads)
-    meshes = [] if total == heads else _meshes_of(module)
-    if not meshes:
+    if total == heads or not any(isinstance(weight, DTensor) for weight in module.parameters()):
         return 0, 1
-    mesh = _tensor_mesh(meshes, unnamed=True)
+    mesh = tensor_parallel_mesh(module, unnamed=True)
     size = 1 if mesh is None else mesh.size()
     if mesh is None or total != heads * size or heads != kv_heads * getattr(module, "num_key_value_groups", 1):
         raise ValueError(
@@ -174,10 +198,18 @@ def head_shard(module: nn.Module, query: Tensor, key: Tensor) -> tuple[int, int]
     return mesh.get_local_rank(), size
 
 
-def tensor_parallel_mesh(model: nn.Module) -> DeviceMesh | None:
-    """Returns the mesh of the ranks among which tensor parallelism divides a model; None if it does not."""
-    # Earlier releases of Transformers give this mesh no name, and neither has the usual mesh of FSDP.
-    return _tensor_mesh(_meshes_of(model), unnamed=(getattr(model, "tp_size", None) or 1) > 1)
+def tensor_parallel_mesh(module: nn.Module, unnamed: bool | None = None) -> DeviceMesh | None:
+    """Returns the mesh of the ranks among which tensor parallelism divides the weights of a module; None if it does not.
+
+    Earlier releases of Transformers give this mesh no name, and neither has the usual mesh of FSDP. None for `unnamed` accepts
+    a mesh without a name in a model that Transformers has divided.
+    """
+    meshes = [weight.device_mesh for weight in module.parameters() if isinstance(weight, DTensor)]
+    named = next((mesh for mesh in meshes if _NAME in (mesh.mesh_dim_names or ())), None)
+    if named is not None:
+        return named if named.ndim == 1 else named[_NAME]
+    divided = (getattr(module, "tp_size", None) or 1) > 1 if unnamed is None else unnamed
+    return next((mesh for mesh in meshes if divided and mesh.ndim == 1 and mesh.mesh_dim_names is None), None)
 
 
 def check_ring(model: nn.Module, ring: Ring) -> None:
@@ -189,16 +221,3 @@ def check_ring(model: nn.Module, ring: Ring) -> None:
             f"patch_model: tensor parallelism divides {class_of_transformers(model).__name__} among ranks {both}, which cannot "
             f"share a ring: use ra.Ring(mesh) of another mesh dimension, or ring=None"
         )
-
-
-def _meshes_of(module: nn.Module) -> list[DeviceMesh]:
-    """Returns the mesh along which each weight of a module is divided."""
-    return [weight.device_mesh for weight in module.parameters() if isinstance(weight, DTensor)]
-
-
-def _tensor_mesh(meshes: list[DeviceMesh], unnamed: bool) -> DeviceMesh | None:
-    """Returns the mesh of one dimension along which tensor parallelism divides weights; `unnamed` if it may have no name."""
-    named = (mesh for mesh in meshes if _NAME in (mesh.mesh_dim_names or ()))
-    others = (mesh for mesh in meshes if unnamed and mesh.ndim == 1 and mesh.mesh_dim_names is None)
-    mesh = next(named, next(others, None))
-    return mesh if mesh is None or mesh.ndim == 1 else mesh[_NAME]

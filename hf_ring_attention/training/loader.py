@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 from ..compute.private import is_prepared
 from ..hf.forward_pass import CALL, Call
-from ..hf.rows import cut, rows_to_cut, tokens_in, whole_positions
-from ..hf.wrappers import models_of, runner_of
+from ..hf.rows import cut, rows_to_cut
+from ..hf.wrappers import models_of, runner_of, tokens_in
 from ..plan.patterns import Pattern, as_pattern
 from ..ring.ring import Ring
 from ..transport.agreement import digest
@@ -55,10 +55,9 @@ def _collate_and_cut(collate: Any, ring: Ring, runner: Any, pattern: Pattern | N
     ):
         return batch
     whole = rows_to_cut(runner, ring, batch, pattern)
-    positions = whole_positions(runner, whole, batch)
     labels = {name: batch[name] for name in _WHOLE if name in batch}
-    parts = cut({**{k: x for k, x in batch.items() if k not in labels}, "position_ids": positions}, whole, ring)
-    whole = replace(whole, last_position=int(positions.max()), checksum=digest(tokens))
+    parts, last = cut(runner, {k: x for k, x in batch.items() if k not in labels}, whole, ring)
+    whole = replace(whole, last_position=last, checksum=digest(tokens))
     return {**parts, **labels, CALL: Call(rows=whole)}
 
 

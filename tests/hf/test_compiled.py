@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute.private import checkpoint_activations
+from hf_ring_attention.hf import graph
 from hf_ring_attention.hf.join import NotFormed
 from hf_ring_attention.hf.wrappers import attachment_of
 from tests.support.ranks import run_ranks
+from tests.support.releases import skip_without
 from tests.support.tiny_models import tiny_model
 from tests.support.tolerance import EXACT, distance, gradients_distance
 from tests.support.training import tiny_llama
@@ -236,6 +239,30 @@ def test_rows_without_a_plain_mask():
     for more in ({"position_ids": gap}, {"attention_mask": numbered}, {"position_ids": gap.clone().fill_(3)}):
         with torch.no_grad():
             assert distance(call(**rows, **more).logits, model(**rows, **more).logits) <= EXACT, [*more]
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "afmoe"])
+def test_gaps_in_models_whose_masks_know_no_positions(model_type):
+    """They begin no document there, as without a graph."""
+    skip_without(model_type)
+    model, row = ra.patch_model(tiny_model(model_type, "eager").double()), batch(32, "plain")["input_ids"]
+    inputs = {
+        "input_ids": row,
+        "position_ids": torch.cat([torch.arange(10), torch.arange(20, 42)]).expand(len(row), -1),
+    }
+    with torch.no_grad():
+        found = torch.compile(model, backend="eager")(**inputs, use_cache=False).logits
+        assert distance(found, model(**inputs, use_cache=False).logits) <= EXACT
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_positions_that_skip_where_code_hides_what_masks_know(hidden, monkeypatch):
+    monkeypatch.setattr(graph, "masks_follow_positions", lambda forward: None if hidden else True)
+    call, _ = compiled(ra.patch_model(tiny_llama(PATTERN).double()))
+    positions = torch.arange(32).remainder(16).expand(2, -1)
+    call(**batch(32, "plain"), position_ids=positions)
+    with pytest.raises(ValueError, match="pass an attention_mask of ones") if hidden else nullcontext():
+        call(**batch(32, "plain"), position_ids=positions + (positions > 7))
 
 
 def test_a_window_in_the_mask_alone_breaks_the_graph():

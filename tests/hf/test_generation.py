@@ -235,7 +235,7 @@ def wrong_calls(rank):
     model = ra.patch_model(tiny_model("llama", "eager"), ring=ra.Ring(layout="zigzag"))
     cache = ra.prefill(model, ids)
     for call, message in (
-        (lambda: model(question() + (rank == 1), **cache_argument(cache)), "disagree on the tokens of a step"),
+        (lambda: model(question() + (rank == 1), **cache_argument(cache)), "disagree on input_ids"),
         (lambda: ra.prefill(model, ids + rank), "disagree on input_ids"),
         (lambda: ra.prefill(model, ids[0]), r"input_ids must be \[batch, tokens\], like the mask, got \(17,\)"),
         (lambda: cache.crop(-1), "a sharded cache keeps the 17 tokens it was filled with"),

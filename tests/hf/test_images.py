@@ -240,7 +240,7 @@ def test_blocks_on_one_rank_of_rows_that_a_loader_cut_are_refused_by_all():
 
     def work(ring, model):
         whole = rows_to_cut(runner_of(model), ring, inputs)
-        part = cut(inputs, whole, ring)
+        part, _ = cut(runner_of(model), inputs, whole, ring)
         with pytest.raises(ValueError, match=r"HrmText.*cannot express this mask"):
             model(**part, **{CALL: Call(whole)})
         return bool(part["token_type_ids"].any())

@@ -112,17 +112,47 @@ def test_packed_rows_of_models_that_number_tokens_themselves_are_refused(told):
 @pytest.mark.parametrize("told", TOLD)
 def test_positions_that_do_not_begin_where_a_document_does_are_refused(told):
     model = ra.patch_model(tiny_model("llama", "eager"))
-    with pytest.raises(
-        ValueError, match=r"begins at token 10 of batch row 0, and position_ids go on there from 9 to 10"
-    ):
+    with pytest.raises(ValueError, match=r"of row 0 go from 9 to 10 at token 10, where a document begins: pass"):
         logits(model, ids(), position_ids=torch.arange(TOKENS)[None], **TOLD[told])
     roberta = ra.patch_model(tiny_model("roberta", "eager"))
     counted = torch.cat([torch.arange(stop - start) for start, stop in DOCUMENTS])[None]
     with pytest.raises(
         ValueError,
-        match=r"begins at token 0 of batch row 0, and position_ids have 0 in it: .* count each document from 1",
+        match=r"of row 0 go from 0 to 0 at token 0, where a document begins: .* count each document from 1",
     ):
         logits(roberta, ids(), position_ids=counted, **TOLD[told])
+
+
+@pytest.mark.parametrize("told", TOLD)
+def test_positions_that_begin_other_documents_are_refused(told):
+    positions = torch.cat([torch.arange(stop - start) for start, stop in DOCUMENTS])[None]
+    one = (
+        {"seq_idx": torch.zeros(1, TOKENS).long()}
+        if told == "seq_idx"
+        else {"cu_seq_lens_q": torch.tensor([0, TOKENS])}
+    )
+
+    def work(ring, model):
+        with pytest.raises(ValueError, match=r"of row 0 go from 9 to 0 at token 10, where no document begins: pass"):
+            logits(model, ids(), position_ids=positions, **one)
+
+    on_ranks(work, lambda: tiny_model("llama", "eager"), 2)
+    work(None, ra.patch_model(tiny_model("llama", "eager")))
+
+
+def test_padding_of_a_collator_is_in_no_document():
+    """Its positions may go back, with a mask that knows the padding, and without one."""
+    row, lengths = ids(), (8, 1, 11)
+    positions = torch.cat([*map(torch.arange, lengths), torch.zeros(4).long()])[None]
+    packed = {"position_ids": positions, "seq_idx": torch.tensor([[0] * 8 + [1] + [2] * 11 + [-1] * 4])}
+    model, mask = ra.patch_model(tiny_model("llama", "eager")), (packed["seq_idx"] >= 0).long()
+    alone = torch.cat([logits(model, x) for x in row[:, :20].split(lengths, 1)], 1)
+    for inputs in (packed, {**packed, "attention_mask": mask}):
+        over_ring = on_ranks(
+            lambda ring, model, inputs=inputs: logits(model, row, **inputs), lambda: tiny_model("llama", "eager")
+        )
+        for found in (logits(model, row, **inputs), *over_ring):
+            assert distance(found[:, :20], alone) <= EXACT
 
 
 @pytest.mark.parametrize("model_type", ["gemma3", "gemma4"])

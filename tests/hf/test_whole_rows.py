@@ -357,6 +357,8 @@ SLIPS = (
     {"position_ids": torch.arange(TOKENS)},
     {"position_ids": list(range(TOKENS))},
     {"seq_idx": torch.zeros(2, 10, dtype=torch.long)},
+    {"attention_mask": torch.ones(TOKENS, dtype=torch.long)},
+    {"attention_mask": {"full_attention": None}},
     {"cu_seq_lens_q": torch.tensor([0, 5, 10])},
     {"cu_seq_lens_q": [0, TOKENS]},
     {"input_ids": torch.zeros(0, TOKENS, dtype=torch.long)},
