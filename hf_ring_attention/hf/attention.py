@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,20 +14,18 @@ from transformers.modeling_utils import AttentionInterface
 
 from ..compute.private import attentions_are_collected, prompt_is_cut
 from ..plan.branches import Branch, Segment, Window
-from ..plan.call import Outside
 from ..plan.parts import fewest_last
 from ..plan.patterns import Pattern
 from ..plan.problem import Documents, HeldKeys
 from ..ring.operator import UNTRACEABLE, GraphLayer, check_not_traced
-from ..ring.planned import Planned, outside, planned_call, refusals_of_all
-from ..ring.ring import Ring
-from .config import Patterns, layer_pattern, patterns_of, patterns_of_layers
-from .forward_pass import CALL, ForwardPass, forward_pass_of, names_rows_in_graph, number_of, running
+from ..ring.planned import Planned, planned_call, refusals_of_all
+from .config import layer_pattern
+from .forward_pass import CALL, ForwardPass, forward_pass_of, names_rows_in_graph, new_pass, number_of
 from .masks import TOKENS, OwnBranch, Tokens, padding_first, tokens_of
 from .model_types import MIXERS
 from .registration import IMPLEMENTATION
 from .rows import at_its_place_in_the_row
-from .wrappers import MODULES, attachment_of, head_shard, ring_of_calls
+from .wrappers import MODULES, attachment_of, head_shard
 
 #: Arguments that change the scores or the keys, whoever passes them.
 _REFUSED = ("position_bias", "head_mask", "block_table", "read_index", "write_index")
@@ -94,7 +92,7 @@ def ring_dilated_attention(
 
 def _layer_attention(module: nn.Module, tensors: _Tensors, mask: Tensor | None, settings: _Settings) -> Tensor:
     """Returns out [B, m, H, Dv] of a layer."""
-    now = forward_pass_of(getattr(module, "config", None))
+    now = forward_pass_of(getattr(module, "config", None)) or new_pass(module)
     (query, key, value, sinks), tokens = tensors, getattr(mask, TOKENS, None) or _tokens_of(module, mask, now)
     planned = _planned(module, tensors, tokens, settings, now)
     layout, valid = tokens.layout, tokens.valid
@@ -132,7 +130,7 @@ def _planned(
     tensors: _Tensors,
     tokens: Tokens,
     settings: _Settings,
-    now: ForwardPass | None,
+    now: ForwardPass,
     recorded: bool | None = None,
 ) -> Planned:
     """Returns what was planned for a layer's call, or for an equal call of a layer of its kind; else checks and plans it.
@@ -141,37 +139,33 @@ def _planned(
         recorded: whether a graph records gradients; None outside of graphs.
     """
     check_not_traced()
-    if now is None:
-        facts = _facts_of(module, None)
-    else:
-        now.attended, facts = True, now.facts or _facts_of(module, now)
-        now.facts = facts
-    ring, patterns, of_pass = facts
+    now.attended = True
     (query, key, value, sinks), number, given = tensors, getattr(module, "layer_idx", None), settings[4]
     # A layer counts all heads, whatever this rank has.
-    total = getattr(module, "num_heads", None) or getattr(module, "num_attention_heads", None) or of_pass.heads
+    heads = getattr(module, "num_heads", None) or getattr(getattr(module, "config", None), "num_attention_heads", None)
     # All that decides the checks and the call.
     kind = (
         type(module),
         tokens,
         tokens.valid is None,
         tokens.causal is None and (_own_branch(module, settings[2]), getattr(module, "is_causal", True)),
-        *(patterns.get(None), patterns.get(number), len(patterns)),
-        *(of_pass, of_pass.skipped and number, settings[:4]),
+        *(now.patterns.get(None), now.patterns.get(number), len(now.patterns)),
+        *(now.decides, now.skipped and number, now.runner is module, settings[:4]),
         tuple([(name, x if isinstance(x, (bool, int)) else None) for name, x in given.items() if x is not None]),
-        None if query.shape[1] == total else head_shard(module, query, key),
+        None if query.shape[1] == heads else head_shard(module, query, key),
         torch.is_grad_enabled() if recorded is None else recorded,
         *(recorded, query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype),
         *(query.device, key.device, value.device, query.requires_grad, key.requires_grad, value.requires_grad),
         None if sinks is None else (sinks.shape, sinks.device, sinks.requires_grad),
     )
+    ring = now.ring
     planned: Planned | None = ring.planned.find(kind)
     if planned is not None:
         if ring.planner.batches:
             ring.planner.learn(planned.key)
         return planned
     with refusals_of_all(ring):
-        call = _checked(module, tensors, tokens, settings, now, ring)
+        call = _checked(module, tensors, tokens, settings, now)
     try:
         planned = planned_call(ring, *tensors, **call, recorded_in_graph=recorded)
     except ValueError as refused:
@@ -181,33 +175,13 @@ def _planned(
     return planned
 
 
-class _OfPass(NamedTuple):
-    """The facts of a forward pass that decide the calls of all its layers."""
-
-    outside: Outside
-    collects: bool  # whether attention weights are asked for
-    heads: int | None  # of the config
-    exact: bool  # whether the model attends as without its patterns
-    skipped: tuple[int, ...]
-    outside_of_passes: bool
-
-
-def _facts_of(module: nn.Module, now: ForwardPass | None) -> tuple[Ring, Patterns, _OfPass]:
-    """Returns the ring, the patterns and further facts of the calls of a forward pass, or of a call outside of any."""
-    config, ring = getattr(module, "config", None), ring_of_calls(module, now is not None and now.whole)
-    heads = getattr(config, "num_attention_heads", None)
-    exact, skipped = any(other is config for other in running().exact), () if now is None else now.skipped
-    of_pass = _OfPass(outside(ring), attentions_are_collected(), heads, exact, skipped, now is None)
-    return ring, patterns_of(config) if now is None else now.patterns, of_pass
-
-
 def _checked(
-    module: nn.Module, tensors: _Tensors, tokens: Tokens, settings: _Settings, now: ForwardPass | None, ring: Ring
+    module: nn.Module, tensors: _Tensors, tokens: Tokens, settings: _Settings, now: ForwardPass
 ) -> dict[str, Any]:
     """Checks a layer's call, and returns its arguments of `planned_call` beside tensors."""
     (query, key, *_), (_, scaling, sliding_window, softcap, given) = tensors, settings
     _check_call(module, settings, now)
-    if ring.world_size > 1 and tokens.layout is None and tokens.held is None:
+    if now.ring.world_size > 1 and tokens.layout is None and tokens.held is None:
         raise ValueError(
             f"{type(module).__name__} of a sharded model got no mask of ring_dilated, so its documents are unknown: call the "
             f"model, not its layers; with a cp_size, make the ring by Ring.from_accelerator before accelerator.prepare"
@@ -217,15 +191,15 @@ def _checked(
         is_causal = given.get("is_causal")
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     of_model = _of_model(module, tokens, sliding_window)
-    skipped = now.skipped if now is not None else ()
+    skipped = now.skipped
     # Layers that draft tokens have numbers that begin at 0, as the layers of their model have, which own the patterns.
     layer = None if skipped else getattr(module, "layer_idx", None)
-    if layer is None and not skipped and patterns_of_layers(getattr(module, "config", None)):
+    if layer is None and not skipped and now.patterns.layers:
         raise ValueError(
             f"{type(module).__name__}: expected one pattern for all layers, got patterns by layer, and its layers share "
             f"attention without a number: call ra.patch_model(model, pattern)"
         )
-    pattern = _pattern_of(module, layer, of_model)
+    pattern = _pattern_of(module, layer, of_model, now.exact)
     held, documents = tokens.held, tokens.documents
     if held is None:
         if tokens.layout is None:
@@ -243,17 +217,14 @@ def _of_model(module: nn.Module, tokens: Tokens, sliding_window: int | None) -> 
     return None if own is None else own[0](own[1])
 
 
-def _pattern_of(module: nn.Module, layer: int | None, of_model: Branch | None) -> Pattern:
-    """Returns the pattern of a layer in this pass; under `exact_attention`, what the layer computes without patterns."""
-    config = getattr(module, "config", None)
-    if all(other is not config for other in running().exact):
-        return layer_pattern(config, layer, of_model)
-    if torch.is_grad_enabled():
+def _pattern_of(module: nn.Module, layer: int | None, of_model: Branch | None, exact: bool) -> Pattern:
+    """Returns the pattern of a layer; under `exact_attention`, what the layer computes without patterns."""
+    if exact and torch.is_grad_enabled():
         raise ValueError(
             "exact_attention: gradients are recorded, and a backward pass would recompute layers with the model's own pattern: "
             "compute without gradients, or patch the model with 'exact'"
         )
-    return layer_pattern(None, layer, of_model)  # Without a config, nothing is set.
+    return layer_pattern(None if exact else getattr(module, "config", None), layer, of_model)
 
 
 def _name_of(module: nn.Module) -> str:
@@ -342,7 +313,7 @@ def _check_padding_and_pieces(
         )
 
 
-def _check_call(module: nn.Module, settings: _Settings, now: ForwardPass | None) -> None:
+def _check_call(module: nn.Module, settings: _Settings, now: ForwardPass) -> None:
     """Refuses dropout, a request for attention weights, and inputs that would change the scores, the keys or documents."""
     name, (dropout, *_, given) = type(module).__name__, settings
     if dropout:
@@ -363,24 +334,24 @@ def _check_call(module: nn.Module, settings: _Settings, now: ForwardPass | None)
                 f"{_name_of(module)} came with {argument}, which would change the scores or the keys: use 'eager' or 'sdpa'"
             )
     described = given.get("cu_seq_lens_q") is not None or given.get("seq_idx") is not None
-    if now is None and (described or getattr(getattr(module, "config", None), "model_type", None) in MIXERS):
+    if now.runner is module and (described or getattr(getattr(module, "config", None), "model_type", None) in MIXERS):
         raise ValueError(
             f"{name} attends beside recurrent layers, or got cu_seq_lens or seq_idx, which needs a call of a patched model: "
             f"call ra.patch_model(model) after set_attn_implementation, and the model rather than its layers"
         )
 
 
-def _tokens_of(module: nn.Module, mask: Tensor | None, now: ForwardPass | None) -> Tokens:
+def _tokens_of(module: nn.Module, mask: Tensor | None, now: ForwardPass) -> Tokens:
     """Returns the facts of a layer's mask, which is of this package, plain, or None."""
     name = type(module).__name__
-    with refusals_of_all(ring_of_calls(module, now is not None and now.whole)):
+    with refusals_of_all(now.ring):
         if mask is not None and (not isinstance(mask, Tensor) or (mask.dim() != 2 and number_of(mask) is None)):
             got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
             raise ValueError(
                 f"{name}: ring_dilated takes padding as a mask [batch, tokens], got {got}: pass the 2-D attention_mask, and "
                 f"for packed documents position_ids that restart"
             )
-        if mask is None and now is not None and now.layout is None and now.documents is not None:
+        if mask is None and now.layout is None and now.documents is not None:
             raise ValueError(
                 f"{name} was given packed rows, and its model makes its own masks without documents: pass one document a row"
             )

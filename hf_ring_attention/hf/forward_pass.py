@@ -7,16 +7,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..compute.private import attentions_are_collected
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents, HeldKeys
+from ..ring.planned import outside
 from ..ring.ring import Ring
-from .wrappers import attachment_of, inner_model
+from .config import Patterns, patterns_of
+from .wrappers import attachment_of, inner_model, ring_of_calls
 
 #: A function of hidden states [..., width] that gives logits [..., vocabulary].
 Head = Callable[[Tensor], Tensor]
@@ -28,12 +32,12 @@ SliceLoss = Callable[[Head, Tensor, Tensor, slice], Tensor]
 #: The dtype of a number that names the rows of a call inside a graph; other masks have int64 numbers.
 NUMBER_IN_GRAPHS = torch.int32
 
-#: The argument of a patched model that takes a `Call`.
+#: The argument of a patched model that takes a `RingCall`.
 CALL = "ring_call"
 
 
 @dataclass(frozen=True)
-class Call:
+class RingCall:
     """What a caller of this package adds to a call of a patched model."""
 
     rows: WholeRows | None = None  # the rows of a batch that is cut already
@@ -62,10 +66,12 @@ class WholeRows:
 class ForwardPass:
     """The facts about a call of a patched model that are known before its decoder runs."""
 
-    runner: Any  # the decoder, whose config the masks and layers of this pass have
+    runner: Any  # the decoder, whose config the masks and layers have; or a layer that is called outside of its model's call
     module: Any  # the module that was called: a model with its head, its base model, or the decoder of this
-    ring: Ring  # the ring that `patch_model` gave to the model, else a ring of this process only
-    call: Call
+    ring: Ring  # that of `patch_model`; a ring of this process if there is none, or if the call has a cache of its own
+    call: RingCall
+    patterns: Patterns
+    exact: bool = False  # whether its layers attend as they did before the model had patterns
     rows: WholeRows | None = None  # None in a step of generation
     held: HeldKeys | None = None  # the keys in the cache of this rank, in a step against a sharded cache
     skipped: tuple[int, ...] = ()  # by layer, as `tokens_skipped` returns it
@@ -76,12 +82,15 @@ class ForwardPass:
     join_last: Callable[[Tensor], Tensor] | None = None
     origin: Any = None  # the `Origin` of results that are formed when they are used; None if none are
     join_result: Callable[[Any], Any] | None = None  # makes the output of the call of the output for this rank's part
-    patterns: Any = None  # the `Patterns` of its config
-    facts: Any = None  # which decide the calls of all its layers
     tokens: list[Any] = field(default_factory=list)  # the facts of its masks, which last as long as it does
     attended: bool = False  # whether a layer has attended by ring_dilated
     outer: ForwardPass | None = None  # the call inside which this one runs
     frame: FrameType | None = None  # the call of the module that makes this pass, while it runs
+
+    @cached_property
+    def decides(self) -> tuple[Any, ...]:
+        """The facts that decide the calls of attention of all its layers."""
+        return outside(self.ring), attentions_are_collected(), self.exact, self.skipped
 
     @property
     def layout(self) -> SequenceLayout | None:
@@ -150,6 +159,13 @@ def forward_pass_of(config: Any) -> ForwardPass | None:
     """Returns the running forward pass if its model has this config: an error may have left another one behind."""
     now = _RUNNING.get().forward_pass
     return now if now is not None and now.runner.config is config else None
+
+
+def new_pass(runner: Any, module: Any = None, call: RingCall = RingCall()) -> ForwardPass:
+    """Returns a forward pass that begins, of a decoder, or of a layer that is called outside of its model's call."""
+    config, now = getattr(runner, "config", None), running()
+    exact = any(other is config for other in now.exact)
+    return ForwardPass(runner, module, ring_of_calls(runner), call, patterns_of(config), exact, outer=now.forward_pass)
 
 
 def number_of(mask: Any) -> int | None:

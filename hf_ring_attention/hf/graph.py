@@ -25,15 +25,14 @@ from ..ring.operator import CALLS, check_not_traced, define
 from ..ring.ring import Ring
 from ..ring.shards import RINGS, shard_of, whole_of
 from .attention import call_in_graph, strings_of
-from .config import patterns_of
-from .forward_pass import CALL, NUMBER_IN_GRAPHS, Call, ForwardPass, drop_broken_passes, names_rows_in_graph
+from .forward_pass import CALL, NUMBER_IN_GRAPHS, ForwardPass, drop_broken_passes, names_rows_in_graph, new_pass
 from .join import LOGITS_NOT_FORMED
 from .lm_loss import IGNORED, next_labels
 from .masks import Tokens, masks_follow_positions, tokens_of
 from .model_types import MIXERS
 from .registration import IMPLEMENTATION
 from .rows import documents_from_mask, find_rows, first_position, places_of, rows_of_call
-from .wrappers import MODULES, attachment_of, ring_of_calls, runner_of
+from .wrappers import MODULES, attachment_of, runner_of
 
 #: The value of `CALL` for a decoder whose last hidden states stay parts in a graph.
 _PARTS = "parts"
@@ -93,7 +92,7 @@ def _begin(
     name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
     kwargs = {name: tokens, "attention_mask": mask, "position_ids": positions}
     kwargs |= {"labels": labels, "num_items_in_batch": count}
-    now = ForwardPass(runner, module, ring_of_calls(runner), Call(), patterns=patterns_of(runner.config))
+    now = new_pass(runner, module)
     with torch.set_grad_enabled(recorded):
         find_rows(now, kwargs, multiple=2 * now.ring.world_size)
     found = Tokens(now.documents) if now.documents is not None else tokens_of(None if mask is None else mask != 0)

@@ -29,7 +29,6 @@ from .forward_pass import ForwardPass, drop_broken_passes, forward_pass_of, numb
 from .registration import IMPLEMENTATION
 from .rows import documents_from_mask
 from .support import check_config, class_name
-from .wrappers import ring_of_calls
 
 #: Arguments of the mask functions of other implementations, which make squares and may leave them out.
 _OPTIONS_OF_SQUARES = ("allow_is_bidirectional_skip", "allow_is_causal_skip", "dtype", "local_size", "use_vmap")
@@ -98,7 +97,7 @@ def ring_dilated_mask(
         )
     drop_broken_passes()  # generate makes masks before it calls the model.
     now = forward_pass_of(config)
-    with nullcontext() if now is None else refusals_of_all(ring_of_calls(now.runner, now.whole)):
+    with nullcontext() if now is None else refusals_of_all(now.ring):
         causal, own, packed = _read_mask_function(mask_function, config)  # Other ranks may have no block.
     layout, held = (None, None) if now is None else (now.layout, now.held)
     kv_length, kv_offset = int(kv_length), int(kv_offset)  # Some caches of Transformers 5.17 count in tensors.

@@ -18,15 +18,16 @@ from ..compute.private import calling_frame, checkpointing_of, implementation_of
 from ..ring.operator import UNTRACEABLE, check_not_traced
 from ..ring.ring import Ring
 from .cache import ShardedCache, cache_in
-from .config import patterns_of, warn_once
+from .config import warn_once
 from .forward_pass import (
     CALL,
-    Call,
     ForwardPass,
+    RingCall,
     WholeRows,
     drop_broken_passes,
     forward_pass_of,
     names_rows_in_graph,
+    new_pass,
     running,
     running_with,
     set_forward_pass,
@@ -40,7 +41,7 @@ from .registration import IMPLEMENTATION
 from .rows import cut, find_rows, whole_positions
 from .support import has_next_token_loss
 from .values import Origin
-from .wrappers import Attachment, attachment_of, by_name, ring_of_calls, runner_of, set_attachments, takes
+from .wrappers import Attachment, attachment_of, by_name, runner_of, set_attachments, takes
 
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
@@ -163,10 +164,8 @@ def _check_attended(now: ForwardPass, output: Any) -> None:
 
 def begin_call(module: PreTrainedModel, runner: PreTrainedModel, kwargs: dict[str, Any]) -> ForwardPass:
     """Begins a call: finds its rows, decides how its results are joined, which changes kwargs, and compares all ranks."""
-    call: Call = kwargs.pop(CALL, None) or Call()
     _remember_for_recomputation(module)
-    patterns, outer = patterns_of(runner.config), running().forward_pass
-    now = ForwardPass(runner, module, ring_of_calls(runner), call, patterns=patterns, outer=outer)
+    now = new_pass(runner, module, kwargs.pop(CALL, None) or RingCall())
     find_rows(now, kwargs)
     if now.rows is not None and now.rows.packed:
         _warn_of_temperatures(runner.config, max(stop for row in now.documents or () for _, stop in row))

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents, HeldKeys
-from ..ring.ring import Ring
+from ..ring.ring import Ring, ring_alone
 from ..transport.agreement import digest
 from .cache import ShardedCache, cache_in, tokens_skipped
 from .config import layer_pattern, warn_once
@@ -317,6 +317,7 @@ def find_rows(now: ForwardPass, kwargs: Mapping[str, Any], multiple: int = 1) ->
             logging.INFO,
         )
     if ring.world_size == 1 or now.whole:
+        now.ring = ring_alone(ring.kernel) if now.whole else ring
         now.rows = _rows_alone(runner, tokens, kwargs)
         return
     with ring.agreement("a forward pass of a model", by_digest=True) as agreed:

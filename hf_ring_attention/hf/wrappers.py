@@ -156,10 +156,10 @@ def attachment_of(module: nn.Module) -> Attachment:
     return getattr(module, ATTACHMENT, None) or Attachment()
 
 
-def ring_of_calls(module: nn.Module, whole: bool = False) -> Ring:
-    """Returns the ring of a module's calls: that of its model, or if this process computes `whole` rows, a ring of its own."""
+def ring_of_calls(module: nn.Module) -> Ring:
+    """Returns the ring of a module's model, or a ring of this process if it has none."""
     attachment = attachment_of(module)
-    return ring_alone(attachment.kernel) if whole or attachment.ring is None else attachment.ring
+    return attachment.ring or ring_alone(attachment.kernel)
 
 
 def set_attachments(model: PreTrainedModel, attachment: Attachment) -> None:

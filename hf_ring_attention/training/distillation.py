@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..hf.config import warn_once
-from ..hf.forward_pass import CALL, Call, Head, exact_attention, running_with
+from ..hf.forward_pass import CALL, Head, RingCall, exact_attention, running_with
 from ..hf.lm_loss import IGNORED
 from ..hf.on_use import values_of
 from ..hf.output_layer import wrap_head
@@ -67,7 +67,7 @@ def distillation_loss(
     hidden = _hidden_of_teacher(model, inner, {name: x for name, x in call.items() if not name.endswith("labels")})
     if num_items_in_batch is not None:
         call["num_items_in_batch"] = num_items_in_batch
-    result = model(**call, **{CALL: Call(of_slice=partial(_divergence, model, hidden.flatten(0, 1)))})
+    result = model(**call, **{CALL: RingCall(of_slice=partial(_divergence, model, hidden.flatten(0, 1)))})
     loss: Tensor = result["loss"] if isinstance(result, Mapping) else result[0]
     return loss
 

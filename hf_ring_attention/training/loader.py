@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..compute.private import is_prepared
-from ..hf.forward_pass import CALL, Call
+from ..hf.forward_pass import CALL, RingCall
 from ..hf.rows import cut, rows_to_cut
 from ..hf.wrappers import models_of, runner_of, tokens_in
 from ..plan.patterns import Pattern, as_pattern
@@ -58,7 +58,7 @@ def _collate_and_cut(collate: Any, ring: Ring, runner: Any, pattern: Pattern | N
     labels = {name: batch[name] for name in _WHOLE if name in batch}
     parts, last = cut(runner, {k: x for k, x in batch.items() if k not in labels}, whole, ring)
     whole = replace(whole, last_position=last, checksum=digest(tokens))
-    return {**parts, **labels, CALL: Call(rows=whole)}
+    return {**parts, **labels, CALL: RingCall(rows=whole)}
 
 
 class _PlannedAhead:

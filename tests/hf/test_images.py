@@ -9,7 +9,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.cache import cache_argument
-from hf_ring_attention.hf.forward_pass import CALL, Call
+from hf_ring_attention.hf.forward_pass import CALL, RingCall
 from hf_ring_attention.hf.rows import cut, rows_to_cut
 from hf_ring_attention.hf.wrappers import runner_of
 from tests.hf.test_whole_rows import check_over_ring
@@ -242,7 +242,7 @@ def test_blocks_on_one_rank_of_rows_that_a_loader_cut_are_refused_by_all():
         whole = rows_to_cut(runner_of(model), ring, inputs)
         part, _ = cut(runner_of(model), inputs, whole, ring)
         with pytest.raises(ValueError, match=r"HrmText.*cannot express this mask"):
-            model(**part, **{CALL: Call(whole)})
+            model(**part, **{CALL: RingCall(whole)})
         return bool(part["token_type_ids"].any())
 
     assert sorted(on_ranks(work, lambda: tiny_model("hrm_text", "eager"), layout="contiguous")) == [False, True]
