@@ -109,7 +109,7 @@ class _ByDocuments:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kwargs |= zip(self.parameters, args)
         inside = self.name in STATES_INSIDE
-        if inside and self.module.training:
+        if inside and self.module.training and torch.is_grad_enabled():
             kwargs = _without_cache(kwargs)  # Training needs no states behind a row, and padding would enter them.
         out = self.output(kwargs.pop(next(iter(self.parameters))), kwargs)
         if inside and not kwargs.get("use_cache"):

@@ -245,6 +245,15 @@ def test_generation_goes_on_from_the_states(model_type):
         assert all(torch.equal(answer, expected) for answer in answers)
 
 
+@pytest.mark.parametrize("model_type", ["recurrent_gemma", "lfm2", "jamba"])
+def test_generation_in_training_mode_goes_on_from_the_states(model_type):
+    """As Transformers' does: whoever forgets `model.eval()` gets the same tokens."""
+    eager, model = (tiny_model(model_type, name).train() for name in ("eager", "ring_dilated"))
+    row = torch.arange(3, 17)[None]
+    generated = [x.generate(row, max_new_tokens=5, min_new_tokens=5, do_sample=False) for x in (eager, model)]
+    assert torch.equal(*generated)
+
+
 @pytest.mark.parametrize("model_type", ["granitemoehybrid", "jamba"])
 def test_a_static_cache_whose_masks_are_made_before_the_call(model_type):
     ids, mask = batch("plain")[0]["input_ids"], batch("left")[0]["attention_mask"]
