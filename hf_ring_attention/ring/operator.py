@@ -104,7 +104,7 @@ class GraphLayer(NamedTuple):
         return bool(self.numbers[0])
 
 
-#: What tensors name: calls (`CheckedCall`, `CallsInGraph`), and the facts of masks.
+#: What tensors name: calls (`Planned`, `CallsInGraph`), and the facts of masks.
 CALLS: Numbered[Any] = Numbered(
     "this mask or graph belongs to a forward pass that is over, or to one of too many that wait: call the model again"
 )
