@@ -14,7 +14,7 @@ from ..compute.private import has_hooks, version_of
 from ..ring.ring import Ring
 from .forward_pass import running
 from .lm_loss import INSTEAD, tensors_of
-from .on_use import OnUse, is_wrapped
+from .on_use import OnUse
 from .values import Origin, autocast_of
 
 
@@ -54,9 +54,7 @@ def _head(module: nn.Module, own: Callable[..., Any], states: Tensor, *args: Any
         return instead(forward)
     if not isinstance(states, OnUse):
         states = OnUse.of_hidden(states, Origin("the model", None, Ring.alone()))
-    hidden = states.content
-    if is_wrapped(states):
-        return forward(states)
+    hidden = states.values
     if has_hooks(module) or not (states.is_current and hidden.origin.keeps_logits):
         return forward(states.to_read())
     token = hidden.part[:1, :1].detach()
@@ -76,5 +74,5 @@ def _head(module: nn.Module, own: Callable[..., Any], states: Tensor, *args: Any
         weights=weights,
         versions=tuple(map(version_of, (hidden.part, *weights))),
     )
-    states.used = True
-    return OnUse.of(values, states.numbers.contiguous())
+    states.memory.used = True
+    return OnUse.of(values, states.numbers)

@@ -69,6 +69,15 @@ class Values:
             part = whole_rows(part, rows, ring)
         return self.of_states(part if numbers is self.numbers else part.flatten(0, 1)[numbers], scales=scales)
 
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The tensors that may need gradients."""
+        return self.part, *self.weights, *self.scales
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.recorded and any(x.requires_grad for x in self.inputs)
+
     def check(self) -> None:
         """Refuses weights that have changed since the call of the layer: they would give other logits."""
         if tuple(map(version_of, (self.part, *self.weights))) != self.versions:
