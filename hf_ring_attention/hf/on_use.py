@@ -11,6 +11,7 @@ To autograd, an `OnUse` is an ordinary tensor, with views, writes and hooks as t
 from __future__ import annotations
 
 import contextlib
+import inspect
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from ..compute.private import (
     version_of,
     without_numbers,
 )
-from .lm_loss import IGNORED, check_once, sum_in_slices
+from .lm_loss import WithGradients, sum_in_slices
 from .values import Origin, Values, autocast_of
 
 #: Functions of each number, whatever its token.
@@ -49,7 +50,10 @@ _X: Any = Tensor
 #: Questions that need no numbers.
 _FACTS = {
     *(x.__get__ for x in (_X.shape, _X.dtype, _X.device, _X.ndim, _X.requires_grad, _X.layout, _X.grad_fn, _X.is_leaf)),
-    *(x.__get__ for x in (_X.is_cuda, _X.is_cpu, _X.is_sparse, _X.is_quantized, _X.is_meta, _X.is_nested, BASE, _X.grad)),
+    *(
+        x.__get__
+        for x in (_X.is_cuda, _X.is_cpu, _X.is_sparse, _X.is_quantized, _X.is_meta, _X.is_nested, BASE, _X.grad)
+    ),
     *(_X.size, _X.dim, _X.ndimension, _X.numel, _X.nelement, _X.element_size, _X.is_floating_point, _X.is_complex),
     *(_X.get_device, _X.is_contiguous, _X.is_inference, _X.__len__, _X.requires_grad.__set__, _X.requires_grad_),
 }
@@ -99,14 +103,16 @@ class OnUse(Tensor):
         """Returns the values of the tokens with these numbers."""
         numbers = numbers.contiguous()
         if values.requires_grad and torch.is_grad_enabled():
-            made: OnUse = _Connected.apply(values, numbers, *values.inputs)
+            # For functions that compute without `__torch_function__`.
+            make, of_grad = partial(_bare, values, numbers), partial(values.of_gradient, numbers)
+            made: OnUse = WithGradients.apply(make, of_grad, (), *values.inputs)
         else:
             made = _bare(values, numbers)
         made.memory.owner, made.node = weakref.ref(made), made.grad_fn
         return made
 
     @property
-    def values(self) -> Values:
+    def deferred(self) -> Values:
         """The values of its tokens, with gradients only if it has them."""
         return self.content if self.grad_fn is not None or not self.content.requires_grad else self.content.unrecorded()
 
@@ -131,37 +137,31 @@ class OnUse(Tensor):
         memory = self.memory
         owner = memory.owner()
         if memory.formed is None and owner is not None and owner.is_ours:
-            plain = saved_tensors_hooks(lambda x: x, lambda x: x)
-            kept = contextlib.nullcontext() if saved_tensor_hooks() is None else plain
+            of_inference, plain = owner.is_inference(), saved_tensors_hooks(lambda x: x, lambda x: x)
             # A function that is checkpointed finds it formed when it runs again.
-            with kept, torch.inference_mode(owner.is_inference()), torch.set_grad_enabled(owner.requires_grad):
-                owner.take(_in_new_memory(owner.content, memory.numbers))
+            kept = contextlib.nullcontext() if saved_tensor_hooks() is None else plain
+            with kept, torch.inference_mode(of_inference), torch.set_grad_enabled(owner.requires_grad):
+                formed = _in_new_memory(owner.content, memory.numbers)
+                # Whoever saved it for backward finds it unchanged.
+                with plain_tensors(), contextlib.nullcontext() if of_inference else preserved_version(owner):
+                    owner.detach_().copy_(formed)
+                    owner.node, hooks = owner.grad_fn, owner.content.hooks if owner.requires_grad else ()
+                    for hook in hooks:
+                        owner.register_hook(hook)
         with torch.enable_grad(), plain_tensors():
             # The history of a view may be from before its owner was formed.
-            late = owner is not None and self.values.requires_grad and self.grad_fn is self.node and not memory.watched
+            late = (
+                owner is not None and self.deferred.requires_grad and self.grad_fn is self.node and not memory.watched
+            )
             result: Tensor = self.shown(_ATEN.alias.default(owner)) if late else _ATEN.alias.default(self)
         return result
-
-    def take(self, formed: Tensor) -> None:
-        """Takes the numbers and the history of an ordinary tensor; who has saved this one finds it unchanged."""
-        with plain_tensors(), contextlib.nullcontext() if self.is_inference() else preserved_version(self):
-            self.detach_().copy_(formed)
-            for hook in self.content.hooks if self.requires_grad else ():
-                self.register_hook(hook)
-            self.node = self.grad_fn
 
     def to_read(self) -> Tensor:
         """Returns an ordinary tensor that nobody writes into; over a ring, only its tokens travel if nothing is formed yet."""
         memory = self.memory
         if memory.formed is None and self.is_current and self.numbers.numel() < memory.numbers.numel():
-            return self.values.of_tokens(self.values.part, self.numbers)
+            return self.deferred.of_tokens(self.deferred.part, self.numbers)
         return self.form()
-
-    def hook(self, hook: Callable[[Tensor], Any]) -> Any:
-        """Registers a hook of FSDP, which marks the beginning of backward."""
-        self.content.hooks.append(hook)
-        with plain_tensors():
-            return self.register_hook(hook)
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         return f"OnUse({[*self.shape]}, formed when it is used)"
@@ -170,12 +170,13 @@ class OnUse(Tensor):
     @torch.compiler.disable(reason="it asks what was formed")
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _FACTS:
+        marks = func is Tensor.register_hook and divides_weights(args[1])
+        if marks:  # It marks the beginning of backward, whatever is used.
+            args[0].content.hooks.append(args[1])
+        if marks or func in _FACTS:
             with plain_tensors():
                 return func(*args, **kwargs)
         found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, OnUse)]
-        if func is Tensor.register_hook and divides_weights(args[1]):
-            return found[0].hook(args[1])
         if len(found) == 1 and found[0].is_current:
             result = _not_formed(found[0], func, args, kwargs)
             if result is not None:
@@ -186,7 +187,9 @@ class OnUse(Tensor):
             for x in found:
                 x.memory.watched = True
         if func not in _OF_GRADIENTS:
-            return func(*tree_map(lambda x: formed.get(id(x), x), args), **tree_map(lambda x: formed.get(id(x), x), kwargs))
+            return func(
+                *tree_map(lambda x: formed.get(id(x), x), args), **tree_map(lambda x: formed.get(id(x), x), kwargs)
+            )
         asked = args[1] if func is torch.autograd.grad else args[:1]
         if any(isinstance(x, OnUse) and x.memory.used and x.is_ours for x in tree_leaves(asked)):
             raise NotImplementedError(
@@ -208,25 +211,15 @@ class OnUse(Tensor):
             numbers = func(x.numbers[..., None].expand(x.shape), *others)
             if numbers.shape[-1:] == x.shape[-1:] and numbers.stride(-1) == 0:
                 numbers = x.numbers if numbers.shape == x.shape else numbers[..., 0]
-                return _bare(x.content, numbers, x.memory, partial(_shown, x.shown, func, others))
+                shown = x.shown  # and not x, which may keep a graph
+                return _bare(x.content, numbers, x.memory, lambda formed: func(shown(formed), *others))
         if func is _ATEN.copy_.default and isinstance(x, OnUse) and x.memory.formed is None:
             x.memory.formed = others[0].detach()
             return x
         return func(*tree_map(_computed, args), **tree_map(_computed, kwargs or {}))
 
 
-def _all(formed: Tensor) -> Tensor:
-    """Shows all of a memory."""
-    return formed
-
-
-def _shown(shown: Callable[[Tensor], Tensor], func: Any, others: list[Any], formed: Tensor) -> Tensor:
-    """Returns a view of what a tensor shows of its memory."""
-    result: Tensor = func(shown(formed), *others)
-    return result
-
-
-def _bare(values: Values, numbers: Tensor, memory: Memory | None = None, shown: Any = _all) -> OnUse:
+def _bare(values: Values, numbers: Tensor, memory: Memory | None = None, shown: Any = lambda formed: formed) -> OnUse:
     """Returns an `OnUse` without gradients; it has a memory of its own, or is a view."""
     width, sample = values.sample.shape[-1], values.sample
     strides, offset = [*(width * x for x in numbers.stride()), 1], width * numbers.storage_offset()
@@ -256,35 +249,14 @@ def _computed(x: Any) -> Any:
     return x.shown(x.memory.formed)
 
 
-class _Connected(torch.autograd.Function):
-    """Gives an `OnUse` its place in autograd's graph, for functions that compute without `__torch_function__`."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Values, numbers: Tensor, *inputs: Tensor) -> OnUse:
-        ctx.values, ctx.numbers = values, numbers
-        return _bare(values, numbers)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        check_once()
-        values: Values = ctx.values
-        part, *scales = (x.detach().requires_grad_(x.requires_grad) for x in (values.part, *values.scales))
-        with torch.enable_grad():
-            out = values.of_tokens(part, ctx.numbers, tuple(scales))
-        inputs = [part, *values.weights, *scales]
-        wanted = [x for x in inputs if x.requires_grad]
-        gradients = iter(torch.autograd.grad(out, wanted, grad, materialize_grads=True))
-        return None, None, *(next(gradients) if x.requires_grad else None for x in inputs)
-
-
 # ---- what does not form the tensor
 
 
 def _not_formed(x: OnUse, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Returns the result of a function whose argument need not be formed; None for others."""
-    name, values = getattr(func, "__name__", ""), x.values
+    name, values = getattr(func, "__name__", ""), x.deferred
     if func is F.cross_entropy and args and args[0] is x:
-        return _cross_entropy(x, *args[1:], **kwargs)
+        return _cross_entropy(x, args, kwargs)
     if "out" in kwargs or kwargs.get("inplace") or any(arg is True for arg in args):
         return None
     if name in _OF_PLACES and args and args[0] is x:
@@ -345,41 +317,40 @@ def _of_places(x: OnUse, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         return None
     if numbers.untyped_storage().data_ptr() != x.numbers.untyped_storage().data_ptr():
         repeated = len(numbers.unique()) != numbers.numel()
-        return None if repeated else OnUse.of(x.values if torch.is_grad_enabled() else x.values.unrecorded(), numbers)
+        return (
+            None if repeated else OnUse.of(x.deferred if torch.is_grad_enabled() else x.deferred.unrecorded(), numbers)
+        )
     if numbers.shape == x.numbers.shape and func is not Tensor.detach:
         if torch.is_grad_enabled() or not x.requires_grad:
             return x  # Models without logits_to_keep keep all.
         func, args = Tensor.detach, ()
     with plain_tensors():
         view: OnUse = func(x, *args, **kwargs)
-        view.content, view.node = x.values if func is not Tensor.detach else view.content, view.grad_fn
+        view.content, view.node = x.deferred if func is not Tensor.detach else view.content, view.grad_fn
     return view
 
 
-def _cross_entropy(
-    x: OnUse,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = IGNORED,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor | None:
+def _cross_entropy(x: OnUse, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """Returns a cross entropy of logits [m, vocabulary] and labels [m], in slices; None for others."""
-    plain = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum")
-    if not plain or x.dim() != 2 or target.shape != x.shape[:1] or target.is_floating_point():
+    call = inspect.signature(F.cross_entropy).bind(*args, **kwargs)
+    call.apply_defaults()
+    target, *others, ignored = (
+        call.arguments[name] for name in ("target", "weight", "size_average", "reduce", "ignore_index")
+    )
+    reduction, values = call.arguments["reduction"], x.deferred
+    if any(other is not None for other in others) or reduction not in ("mean", "sum"):
         return None
-    values = x.values
-    labels = target.new_full((values.numbers.numel(),), ignore_index)
+    if x.dim() != 2 or target.shape != x.shape[:1] or target.is_floating_point():
+        return None
+    labels = target.new_full((values.numbers.numel(),), ignored)
     labels[x.numbers.to(target.device)] = target
-    total = sum_in_slices(values, labels.view(values.numbers.shape), ignore_index, label_smoothing)
+    total = sum_in_slices(values, labels.view(values.numbers.shape), ignored, call.arguments["label_smoothing"])
     for hook in values.hooks if total.requires_grad else ():
         total.register_hook(hook)
     total = total.to(x.device, x.dtype)
-    return total if reduction == "sum" else total / (target != ignore_index).sum().to(total.device)
+    return total if reduction == "sum" else total / (target != ignored).sum().to(total.device)
 
 
 def values_of(x: Tensor) -> Values | None:
     """Returns what logits [B, n, vocabulary] of whole rows are made of; None if they were formed."""
-    return x.values if isinstance(x, OnUse) and x.numbers is x.content.numbers and x.is_current else None
+    return x.deferred if isinstance(x, OnUse) and x.numbers is x.content.numbers and x.is_current else None

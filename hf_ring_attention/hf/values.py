@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -77,6 +77,16 @@ class Values:
     @property
     def requires_grad(self) -> bool:
         return self.recorded and any(x.requires_grad for x in self.inputs)
+
+    def of_gradient(self, numbers: Tensor, grad: Tensor) -> Iterator[Tensor | None]:
+        """Returns the gradients of `inputs`, from the gradient of the values of tokens with these numbers."""
+        part, *scales = (x.detach().requires_grad_(x.requires_grad) for x in (self.part, *self.scales))
+        with torch.enable_grad():
+            formed = self.of_tokens(part, numbers, tuple(scales))
+        inputs = [part, *self.weights, *scales]
+        wanted = [x for x in inputs if x.requires_grad]
+        gradients = iter(torch.autograd.grad(formed, wanted, grad, materialize_grads=True))
+        return (next(gradients) if x.requires_grad else None for x in inputs)
 
     def check(self) -> None:
         """Refuses weights that have changed since the call of the layer: they would give other logits."""
