@@ -45,17 +45,22 @@ _OF_NUMBERS = frozenset(
 #: Functions of the hidden states of each token, with weights as further arguments.
 _OF_TOKENS = frozenset("linear layer_norm rms_norm gelu silu mish softplus leaky_relu".split())
 #: Functions that choose tokens, or arrange them in another way.
-_OF_PLACES = frozenset("__getitem__ flatten reshape view detach".split())
+_OF_PLACES = frozenset("__getitem__ flatten reshape view".split())
 _X: Any = Tensor
 #: Questions that need no numbers.
 _FACTS = {
     *(x.__get__ for x in (_X.shape, _X.dtype, _X.device, _X.ndim, _X.requires_grad, _X.layout, _X.grad_fn, _X.is_leaf)),
-    *(
-        x.__get__
-        for x in (_X.is_cuda, _X.is_cpu, _X.is_sparse, _X.is_quantized, _X.is_meta, _X.is_nested, BASE, _X.grad)
-    ),
+    *(x.__get__ for x in (_X.is_cuda, _X.is_cpu, _X.is_sparse, _X.is_quantized, _X.is_meta, _X.is_nested, BASE)),
     *(_X.size, _X.dim, _X.ndimension, _X.numel, _X.nelement, _X.element_size, _X.is_floating_point, _X.is_complex),
-    *(_X.get_device, _X.is_contiguous, _X.is_inference, _X.__len__, _X.requires_grad.__set__, _X.requires_grad_),
+    *(
+        _X.get_device,
+        _X.is_contiguous,
+        _X.is_inference,
+        _X.__len__,
+        _X.requires_grad.__set__,
+        _X.requires_grad_,
+        _X.grad.__get__,
+    ),
 }
 #: Functions that ask for the gradient of a tensor.
 _OF_GRADIENTS = {_X.register_hook, _X.retain_grad, torch.autograd.grad}
@@ -92,17 +97,15 @@ class OnUse(Tensor):
     def of_hidden(part: Tensor, origin: Origin) -> OnUse:
         """Returns the hidden states of whole rows, from this rank's part [B, n local, width]."""
         batch, length = part.shape[:2] if origin.rows is None else (origin.rows.batch, origin.rows.length)
-        numbers, sample = torch.arange(batch * length, device=part.device), part.detach().flatten(0, 1)[:0]
-        numbers, recorded = numbers.view(batch, length), torch.is_grad_enabled()
-        return OnUse.of(
-            Values(origin, part, numbers, None, (), sample, recorded, autocast_of(part), (version_of(part),)), numbers
-        )
+        numbers = torch.arange(batch * length, device=part.device).view(batch, length)
+        sample = part.detach().flatten(0, 1)[:0]
+        return OnUse.of(Values(origin, part, numbers, sample, autocast_of(part), (version_of(part),)), numbers)
 
     @staticmethod
     def of(values: Values, numbers: Tensor) -> OnUse:
         """Returns the values of the tokens with these numbers."""
-        numbers = numbers.contiguous()
-        if values.requires_grad and torch.is_grad_enabled():
+        values, numbers = values if torch.is_grad_enabled() else values.unrecorded(), numbers.contiguous()
+        if values.requires_grad:
             # For functions that compute without `__torch_function__`.
             make, of_grad = partial(_bare, values, numbers), partial(values.of_gradient, numbers)
             made: OnUse = WithGradients.apply(make, of_grad, (), *values.inputs)
@@ -150,11 +153,10 @@ class OnUse(Tensor):
                         owner.register_hook(hook)
         with torch.enable_grad(), plain_tensors():
             # The history of a view may be from before its owner was formed.
-            late = (
-                owner is not None and self.deferred.requires_grad and self.grad_fn is self.node and not memory.watched
-            )
-            result: Tensor = self.shown(_ATEN.alias.default(owner)) if late else _ATEN.alias.default(self)
-        return result
+            late = self.deferred.requires_grad and self.grad_fn is self.node and not memory.watched
+            base = owner if owner is not None and late else self
+            result: Tensor = _ATEN.alias.default(base)
+            return result if base is self else self.shown(result)
 
     def to_read(self) -> Tensor:
         """Returns an ordinary tensor that nobody writes into; over a ring, only its tokens travel if nothing is formed yet."""
@@ -182,14 +184,11 @@ class OnUse(Tensor):
             if result is not None:
                 found[0].memory.used |= not (isinstance(result, OnUse) and result.memory is found[0].memory)
                 return result
-        formed = {id(x): x.form() for x in found}
-        if func in _WATCHERS:
-            for x in found:
-                x.memory.watched = True
+        call = tree_map(lambda o: o.form() if isinstance(o, OnUse) else o, (args, kwargs))
+        for x in found if func in _WATCHERS else ():
+            x.memory.watched = True
         if func not in _OF_GRADIENTS:
-            return func(
-                *tree_map(lambda x: formed.get(id(x), x), args), **tree_map(lambda x: formed.get(id(x), x), kwargs)
-            )
+            return func(*call[0], **call[1])
         asked = args[1] if func is torch.autograd.grad else args[:1]
         if any(isinstance(x, OnUse) and x.memory.used and x.is_ours for x in tree_leaves(asked)):
             raise NotImplementedError(
@@ -257,6 +256,9 @@ def _not_formed(x: OnUse, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     name, values = getattr(func, "__name__", ""), x.deferred
     if func is F.cross_entropy and args and args[0] is x:
         return _cross_entropy(x, args, kwargs)
+    if func is Tensor.detach:
+        with plain_tensors():
+            return x.detach()
     if "out" in kwargs or kwargs.get("inplace") or any(arg is True for arg in args):
         return None
     if name in _OF_PLACES and args and args[0] is x:
@@ -288,13 +290,12 @@ def _not_formed(x: OnUse, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         return None
     if sample is values.sample and (name != "contiguous" or x.numbers.is_contiguous()):
         return x
-    changed, recorded = replace(values, sample=sample.detach()), torch.is_grad_enabled()
+    changed = replace(values, sample=sample.detach())
     if values.head is None:
         part = step(values.part, {})
-        return OnUse.of(replace(changed, part=part, recorded=recorded, versions=(version_of(part),)), x.numbers)
+        return OnUse.of(replace(changed, part=part, recorded=True, versions=(version_of(part),)), x.numbers)
     scales = (*values.scales, *(o for o in own.values() if o.requires_grad))
-    changed = replace(changed, steps=(*values.steps, step), scales=scales)
-    return OnUse.of(changed if recorded else changed.unrecorded(), x.numbers)
+    return OnUse.of(replace(changed, steps=(*values.steps, step), scales=scales), x.numbers)
 
 
 def _of_places(x: OnUse, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OnUse | None:
@@ -317,16 +318,12 @@ def _of_places(x: OnUse, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         return None
     if numbers.untyped_storage().data_ptr() != x.numbers.untyped_storage().data_ptr():
         repeated = len(numbers.unique()) != numbers.numel()
-        return (
-            None if repeated else OnUse.of(x.deferred if torch.is_grad_enabled() else x.deferred.unrecorded(), numbers)
-        )
-    if numbers.shape == x.numbers.shape and func is not Tensor.detach:
-        if torch.is_grad_enabled() or not x.requires_grad:
-            return x  # Models without logits_to_keep keep all.
-        func, args = Tensor.detach, ()
+        return None if repeated else OnUse.of(x.deferred, numbers)
+    if numbers.shape == x.numbers.shape:  # Models without logits_to_keep keep all.
+        return x if torch.is_grad_enabled() or not x.requires_grad else x.detach()  # type: ignore[return-value]
     with plain_tensors():
         view: OnUse = func(x, *args, **kwargs)
-        view.content, view.node = x.deferred if func is not Tensor.detach else view.content, view.grad_fn
+        view.content, view.node = x.deferred, view.grad_fn
     return view
 
 

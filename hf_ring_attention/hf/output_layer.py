@@ -62,11 +62,15 @@ def _head(module: nn.Module, own: Callable[..., Any], states: Any, *args: Any, *
         raise NotImplementedError(
             f"{type(module).__name__} is no output layer: it makes no logits of each token by itself"
         )
-    states.memory.used, weights = True, tuple(tensors_of(module))
-    values = hidden if torch.is_grad_enabled() else hidden.unrecorded()
-    changed = {"head": module, "sample": sample.detach().flatten(0, 1)[:0], "weights": weights}
-    versions = tuple(map(version_of, (hidden.part, *weights)))
+    weights = tuple(tensors_of(module))
     values = replace(
-        values, **changed, recorded=torch.is_grad_enabled(), autocast=autocast_of(token), versions=versions
+        hidden,
+        head=module,
+        sample=sample.detach().flatten(0, 1)[:0],
+        recorded=True,
+        autocast=autocast_of(token),
+        weights=weights,
+        versions=tuple(map(version_of, (hidden.part, *weights))),
     )
+    states.memory.used = True
     return OnUse.of(values, states.numbers)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ..compute.private import version_of
 from ..ring.ring import Ring
 from .config import warn_once
-from .forward_pass import SliceLoss, WholeRows, running_with
+from .forward_pass import Head, SliceLoss, WholeRows, running_with
 from .join import kept, whole_rows
 
 
@@ -37,19 +37,19 @@ class Values:
     origin: Origin
     part: Tensor  # [B, n local, width] the hidden states of this rank's tokens
     numbers: Tensor  # [B, n] the numbers of all tokens
-    head: nn.Module | None  # the output layer; None for hidden states
-    steps: tuple[Callable[[Tensor, Mapping[int, Tensor]], Tensor], ...]  # the functions that were applied to its logits
     sample: Tensor  # [0, vocabulary] no logits, with the dtype, device and width of all
-    recorded: bool  # whether gradients are recorded
     autocast: Callable[[], Any]  # makes the context of autocast in which the layer was called
     versions: tuple[int, ...]  # of the part and the weights, when the layer was called
+    head: nn.Module | None = None  # the output layer; None for hidden states
+    steps: tuple[
+        Callable[[Tensor, Mapping[int, Tensor]], Tensor], ...
+    ] = ()  # the functions that were applied to its logits
+    recorded: bool = True  # whether gradients are recorded
     weights: tuple[Tensor, ...] = ()  # the tensors of the layer
     scales: tuple[Tensor, ...] = ()  # the tensors of the steps that need gradients
     hooks: list[Callable[[Tensor], Any]] = field(default_factory=list)  # of FSDP: they mark the beginning of backward
 
-    def of_states(
-        self, states: Tensor, head: Callable[[Tensor], Tensor] | None = None, scales: tuple[Tensor, ...] = ()
-    ) -> Tensor:
+    def of_states(self, states: Tensor, head: Head | None = None, scales: tuple[Tensor, ...] = ()) -> Tensor:
         """Returns the values [..., vocabulary] of hidden states [..., width], by the layer or its forward, and by scales."""
         if head is None and self.head is not None:
             head = call_of(self.head)
