@@ -45,11 +45,14 @@ class NotFormed:
         return next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, NotFormed)).__getattr__()
 
 
-#: Operators that numbers and lists of Python do not have, or all objects have.
-_FURTHER = "eq ne lt le gt ge complex matmul rmatmul array array_ufunc array_function"
-# Python looks operators up in the class, and not by `__getattr__`.
-for _operator in {*dir(int), *dir(list), *dir(float)} - {*dir(object)} | {f"__{name}__" for name in _FURTHER.split()}:
-    setattr(NotFormed, _operator, NotFormed.__getattr__)
+#: Python looks these up in the class, and not by `__getattr__`.
+_OPERATORS = (
+    "eq ne lt le gt ge neg pos abs invert bool int float complex index len iter getitem setitem delitem contains array "
+    "array_ufunc array_function and or xor rand ror rxor add sub mul truediv floordiv mod pow matmul radd rsub rmul "
+    "rtruediv rfloordiv rmod rpow rmatmul iadd isub imul itruediv"
+)
+for _operator in _OPERATORS.split():
+    setattr(NotFormed, f"__{_operator}__", NotFormed.__getattr__)
 
 #: The logits of a call whose loss was computed in slices.
 LOGITS_NOT_FORMED = NotFormed(

@@ -76,10 +76,8 @@ def _sum(values: Values, labels: Tensor, ignore_index: int, of_slice: SliceLoss,
     inputs = [x for x in (states, *weights, *values.scales) if x.requires_grad] if torch.is_grad_enabled() else []
     wide = torch.promote_types(states.dtype, torch.float32)
     sums = [torch.zeros_like(x, dtype=x.dtype if x is states else wide) for x in inputs]
-    total, length = (
-        states.new_zeros((), dtype=wide),
-        tokens_at_once(len(states), states.shape[1], values.sample.shape[1]),
-    )
+    total = states.new_zeros((), dtype=wide)
+    length = tokens_at_once(len(states), states.shape[1], values.sample.shape[1])
     for first in range(0, len(states), length):
         place = slice(first, first + length)
         part = states[place].detach().requires_grad_(states.requires_grad)
@@ -89,14 +87,16 @@ def _sum(values: Values, labels: Tensor, ignore_index: int, of_slice: SliceLoss,
         gradients = torch.autograd.grad(loss, parts, materialize_grads=True) if inputs else ()
         for x, of_x, gradient in zip(inputs, sums, gradients, strict=True):
             (of_x[place] if x is states else of_x).add_(gradient)
+    if not inputs:
+        return total
     saved = ((labels != ignore_index).any(), *sums)
-    return WithGradients.apply(total.clone, partial(_scaled, inputs), saved, *inputs) if inputs else total
+    return WithGradients.apply(total.clone, partial(_scaled, [x.dtype for x in inputs]), saved, *inputs)
 
 
-def _scaled(inputs: list[Tensor], grad: Tensor, any_label: Tensor, *gradients: Tensor) -> list[Tensor]:
+def _scaled(dtypes: list[torch.dtype], grad: Tensor, any_label: Tensor, *gradients: Tensor) -> list[Tensor]:
     """Returns the gradients of a loss that is scaled; without a label they are 0, whatever the scale."""
     grad = torch.where(any_label, grad, 0)
-    return [(x * grad.to(x.dtype)).to(of_x.dtype) for x, of_x in zip(gradients, inputs, strict=True)]
+    return [(x * grad.to(x.dtype)).to(dtype) for x, dtype in zip(gradients, dtypes, strict=True)]
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:
@@ -109,15 +109,16 @@ class WithGradients(torch.autograd.Function):
     """Gives a result the gradients of its inputs, by a function of the result's gradient and of saved tensors."""
 
     @staticmethod
-    def forward(
-        ctx: Any, make: Callable[[], Tensor], of_grad: Any, saved: tuple[Tensor, ...], *inputs: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, make: Callable[[], Tensor], of_grad: Any, saved: Any, *inputs: Tensor) -> Tensor:
         ctx.of_grad = of_grad
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
         return make()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:  # DDP asks for the gradients of all outputs, used or not.
+            return (None,) * len(ctx.needs_input_grad)
         if torch.is_grad_enabled():  # They would lack a part.
             raise NotImplementedError(
                 "gradients of gradients (create_graph=True) of a call with labels cannot be computed: call the model without "
