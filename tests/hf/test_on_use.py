@@ -445,8 +445,9 @@ def views_without_gradients(model, hidden, labels, items):
     with torch.no_grad():
         rows = hidden[:1]
     with torch.inference_mode():
-        share = float(_Reversed.apply(hidden * 2).mean())
+        share = float(_Reversed.apply(hidden * 2).mean()) + float(hidden.abs().mean())
     loss = rows[:, 2:].pow(2).mean() + F.cross_entropy(model.lm_head(rows[0, 1:]), labels[0, 1:])
+    loss = loss + hidden[0].flip(0).pow(2).mean()
     return loss * (1 + share) + following(model, model.lm_head(hidden), labels, items), None
 
 
