@@ -71,8 +71,7 @@ def sum_in_slices(values: Values, labels: Tensor, ignore_index: int, label_smoot
 def _sum(values: Values, labels: Tensor, ignore_index: int, of_slice: SliceLoss, forward: Head | None) -> Tensor:
     """Returns the sum of the losses of this rank's tokens, by the forward of the output layer."""
     states, weights = values.part.flatten(0, 1), [] if values.head is None else tensors_of(values.head)
-    scales = tuple(x.detach().requires_grad_() for x in values.scales)  # They may depend on the weights.
-    leaves = dict(zip(map(id, values.scales), scales))
+    leaves = {id(x): x.detach().requires_grad_() for x in values.scales}  # They may depend on the weights.
     inputs = [x for x in (states, *weights, *values.scales) if x.requires_grad] if torch.is_grad_enabled() else []
     wide = torch.promote_types(states.dtype, torch.float32)
     sums = [torch.zeros_like(x, dtype=x.dtype if x is states else wide) for x in inputs]
@@ -81,7 +80,7 @@ def _sum(values: Values, labels: Tensor, ignore_index: int, of_slice: SliceLoss,
     for first in range(0, len(states), length):
         place = slice(first, first + length)
         part = states[place].detach().requires_grad_(states.requires_grad)
-        loss = of_slice(partial(values.of_states, head=forward, scales=scales), part, labels[place], place)
+        loss = of_slice(partial(values.of_states, head=forward, leaves=leaves), part, labels[place], place)
         total += loss.detach()
         parts = [part if x is states else leaves.get(id(x), x) for x in inputs]
         gradients = torch.autograd.grad(loss, parts, materialize_grads=True) if inputs else ()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ from ..compute.private import (
     without_numbers,
 )
 from .lm_loss import WithGradients, sum_in_slices
-from .values import Origin, Values, autocast_of
+from .values import Leaves, Origin, Values, autocast_of
 
 #: Functions of each number, whatever its token.
 _OF_NUMBERS = frozenset(
@@ -105,10 +105,10 @@ class OnUse(Tensor):
     def of(values: Values, numbers: Tensor) -> OnUse:
         """Returns the values of the tokens with these numbers."""
         values, numbers = values if torch.is_grad_enabled() else values.unrecorded(), numbers.contiguous()
-        if values.requires_grad:
+        if inputs := values.inputs:
             # For functions that compute without `__torch_function__`.
-            make, of_grad = partial(_bare, values, numbers), partial(values.of_gradient, numbers)
-            made: OnUse = WithGradients.apply(make, of_grad, (), *values.inputs)
+            make, of_grad = partial(_bare, values, numbers), partial(values.of_gradient, inputs, numbers)
+            made: OnUse = WithGradients.apply(make, of_grad, (), *inputs)
         else:
             made = _bare(values, numbers)
         made.memory.owner, made.node = weakref.ref(made), made.grad_fn
@@ -117,7 +117,7 @@ class OnUse(Tensor):
     @property
     def deferred(self) -> Values:
         """The values of its tokens, with gradients only if it has them."""
-        return self.content if self.grad_fn is not None or not self.content.requires_grad else self.content.unrecorded()
+        return self.content if self.grad_fn is not None or not self.content.inputs else self.content.unrecorded()
 
     @property
     def is_ours(self) -> bool:
@@ -153,7 +153,7 @@ class OnUse(Tensor):
                         owner.register_hook(hook)
         with torch.enable_grad(), plain_tensors():
             # The history of a view may be from before its owner was formed.
-            late = self.deferred.requires_grad and self.grad_fn is self.node and not memory.watched
+            late = bool(self.deferred.inputs) and self.grad_fn is self.node and not memory.watched
             base = owner if owner is not None and late else self
             result: Tensor = _ATEN.alias.default(base)
             return result if base is self else self.shown(result)
@@ -276,8 +276,8 @@ def _not_formed(x: OnUse, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     call = tree_map(lambda o: _ITSELF if o is x else own.get(id(o), o), (args, kwargs))
     autocast = autocast_of(values.part)
 
-    def step(x: Tensor, scales: Mapping[int, Tensor]) -> Tensor:
-        args, kwargs = tree_map(lambda o: x if o is _ITSELF else scales.get(id(o), o), call)
+    def step(x: Tensor, leaves: Leaves) -> Tensor:
+        args, kwargs = tree_map(lambda o: x if o is _ITSELF else leaves.get(id(o), o), call)
         with autocast():
             result: Tensor = func(*args, **kwargs)
         return result

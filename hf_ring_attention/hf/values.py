@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,6 +16,10 @@ from ..ring.ring import Ring
 from .config import warn_once
 from .forward_pass import Head, SliceLoss, WholeRows, running_with
 from .join import kept, whole_rows
+
+#: By the id of a tensor that needs gradients, the tensor that is computed with in its place.
+Leaves = Mapping[int, Tensor]
+_NO_LEAVES: Leaves = {}
 
 
 @dataclass(eq=False)
@@ -41,52 +45,43 @@ class Values:
     autocast: Callable[[], Any]  # makes the context of autocast in which the layer was called
     versions: tuple[int, ...]  # of the part and the weights, when the layer was called
     head: nn.Module | None = None  # the output layer; None for hidden states
-    steps: tuple[
-        Callable[[Tensor, Mapping[int, Tensor]], Tensor], ...
-    ] = ()  # the functions that were applied to its logits
+    steps: tuple[Callable[[Tensor, Leaves], Tensor], ...] = ()  # functions that were applied to its logits
     recorded: bool = True  # whether gradients are recorded
     weights: tuple[Tensor, ...] = ()  # the tensors of the layer
     scales: tuple[Tensor, ...] = ()  # the tensors of the steps that need gradients
     hooks: list[Callable[[Tensor], Any]] = field(default_factory=list)  # of FSDP: they mark the beginning of backward
 
-    def of_states(self, states: Tensor, head: Head | None = None, scales: tuple[Tensor, ...] = ()) -> Tensor:
-        """Returns the values [..., vocabulary] of hidden states [..., width], by the layer or its forward, and by scales."""
+    def of_states(self, states: Tensor, head: Head | None = None, leaves: Leaves = _NO_LEAVES) -> Tensor:
+        """Returns the values [..., vocabulary] of hidden states [..., width], by the layer or its forward, and by leaves."""
         if head is None and self.head is not None:
             head = call_of(self.head)
         with self.autocast(), running_with(on_use=False):
             values = states if head is None else head(states)
         for step in self.steps:
-            values = step(values, dict(zip(map(id, self.scales), scales)))
+            values = step(values, leaves)
         return values
 
-    def of_tokens(self, part: Tensor, numbers: Tensor, scales: tuple[Tensor, ...] = ()) -> Tensor:
+    def of_tokens(self, part: Tensor, numbers: Tensor, leaves: Leaves = _NO_LEAVES) -> Tensor:
         """Returns the values of tokens with these numbers from this rank's hidden states; all ranks call it together."""
         self.check()
         rows, ring = self.origin.rows, self.origin.ring
         if rows is not None and rows.layout is not None:
             if 2 * numbers.numel() < self.numbers.numel():
-                return self.of_states(kept(part, rows, ring, numbers), scales=scales)
+                return self.of_states(kept(part, rows, ring, numbers), leaves=leaves)
             part = whole_rows(part, rows, ring)
-        return self.of_states(part if numbers is self.numbers else part.flatten(0, 1)[numbers], scales=scales)
+        return self.of_states(part if numbers is self.numbers else part.flatten(0, 1)[numbers], leaves=leaves)
 
     @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        """The tensors that may need gradients."""
-        return self.part, *self.weights, *self.scales
+    def inputs(self) -> list[Tensor]:
+        """The tensors that get gradients."""
+        return [x for x in (self.part, *self.weights, *self.scales) if x.requires_grad] if self.recorded else []
 
-    @property
-    def requires_grad(self) -> bool:
-        return self.recorded and any(x.requires_grad for x in self.inputs)
-
-    def of_gradient(self, numbers: Tensor, grad: Tensor) -> Iterator[Tensor | None]:
-        """Returns the gradients of `inputs`, from the gradient of the values of tokens with these numbers."""
-        part, *scales = (x.detach().requires_grad_(x.requires_grad) for x in (self.part, *self.scales))
+    def of_gradient(self, inputs: list[Tensor], numbers: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        """Returns the gradients of inputs, from the gradient of the values of tokens with these numbers."""
+        leaves = {id(x): x.detach().requires_grad_(x.requires_grad) for x in (self.part, *self.scales)}
         with torch.enable_grad():
-            formed = self.of_tokens(part, numbers, tuple(scales))
-        inputs = [part, *self.weights, *scales]
-        wanted = [x for x in inputs if x.requires_grad]
-        gradients = iter(torch.autograd.grad(formed, wanted, grad, materialize_grads=True))
-        return (next(gradients) if x.requires_grad else None for x in inputs)
+            formed = self.of_tokens(leaves[id(self.part)], numbers, leaves)
+        return torch.autograd.grad(formed, [leaves.get(id(x), x) for x in inputs], grad, materialize_grads=True)
 
     def check(self) -> None:
         """Refuses weights that have changed since the call of the layer: they would give other logits."""
