@@ -148,10 +148,10 @@ class OnUse(Tensor):
                 # Whoever saved it for backward finds it unchanged.
                 with plain_tensors(), contextlib.nullcontext() if of_inference else preserved_version(owner):
                     owner.detach_().copy_(formed)
-                    owner.node, hooks = owner.grad_fn, owner.content.hooks if owner.requires_grad else ()
-                    for hook in hooks:
+                    owner.node = owner.grad_fn
+                    for hook in owner.content.hooks if owner.requires_grad else ():
                         owner.register_hook(hook)
-        with torch.enable_grad(), plain_tensors():
+        with torch.inference_mode(self.is_inference()), torch.enable_grad(), plain_tensors():
             # The history of a view may be from before its owner was formed.
             late = bool(self.deferred.inputs) and self.grad_fn is self.node and not memory.watched
             base = owner if owner is not None and late else self

@@ -435,6 +435,8 @@ def written_behind_the_logits(model, hidden, labels, items):
         hidden[:1].mul_(2)
         later = hidden.data
     later.sub_(0.2)
+    with torch.inference_mode():
+        assert bool(view.isfinite().all())
     loss = following(model, logits * model.scale, labels, items) + following(
         model, model.lm_head(hidden), labels, items
     )
