@@ -39,6 +39,7 @@ PROBED: dict[str, dict[str, tuple[str, ...]]] = {
         "torch.utils": ("_pytree", "_python_dispatch"),
         "torch._C": ("_SetExcludeDispatchKeyGuard", "_autograd"),
         "torch._C._autograd": ("_top_saved_tensors_default_hooks",),
+        "torch.autograd.grad_mode": ("_unsafe_preserve_version_counter",),
         "torch.ops.aten": (
             "_scaled_dot_product_flash_attention_for_cpu",
             "_scaled_dot_product_flash_attention_for_cpu_backward",
@@ -340,5 +341,7 @@ DispatchMode: Any = torch.utils._python_dispatch.TorchDispatchMode
 without_numbers: Any = Tensor._make_wrapper_subclass
 #: A context in which tensors of other classes are ordinary ones.
 plain_tensors: Any = torch._C.DisableTorchFunctionSubclass
+#: A context that keeps the numbers by which autograd finds that tensors were written.
+preserved_version: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter
 #: The attribute of a tensor that FSDP 2 asks for: the tensor that it is a view of.
 BASE: Any = Tensor._base

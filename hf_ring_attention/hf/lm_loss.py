@@ -25,9 +25,6 @@ from .values import Values, call_of
 #: The label of a token that is not predicted, as in Transformers.
 IGNORED = -100
 
-#: The argument of the output layer for a function that runs inside its call, while FSDP and ZeRO have gathered its weights.
-INSTEAD = "ring_dilated_instead"
-
 
 def cross_entropy(
     head: Head, hidden: Tensor, labels: Tensor, place: slice, ignore_index: int = IGNORED, label_smoothing: float = 0.0
@@ -51,64 +48,54 @@ def sum_in_slices(values: Values, labels: Tensor, ignore_index: int, label_smoot
         values: the logits, as `Values` of hidden states and their output layer.
         labels: [B, n] of whole rows.
     """
-    origin, rows = values.origin, values.origin.rows
+    origin, rows, vocabulary = values.origin, values.origin.rows, values.sample.shape[-1]
     of_slice = origin.of_slice or partial(cross_entropy, ignore_index=ignore_index, label_smoothing=label_smoothing)
     if rows is not None and rows.layout is not None:
-        _check_labels(labels, ignore_index, values.sample.shape[-1])
+        # All ranks refuse them; on a GPU, torch ends the process that computes with such a label.
+        wrong = (labels != ignore_index) & ((labels < 0) | (labels >= vocabulary))
+        if labels.device.type == "cpu" and bool(wrong.any()):
+            raise ValueError(
+                f"labels must be from 0 to {vocabulary - 1}, or {ignore_index} for tokens to leave out, got {labels[wrong][0]}"
+            )
         labels = origin.ring.shard(labels, rows.layout, fill=ignore_index)
     if not origin.sliced and origin.ring.rank == 0:
         warn_once(f"{origin.name} computes its loss in slices of tokens, on each rank's part of the rows", logging.INFO)
     origin.sliced = True
     values.check()
-    labels = labels.to(values.part.device).flatten()
-    run = partial(_sum, values, labels, ignore_index, of_slice)
+    run = partial(_sum, values, labels.to(values.part.device).flatten(), ignore_index, of_slice)
     with torch.set_grad_enabled(values.recorded and torch.is_grad_enabled()):
-        # Inputs that need gradients would have FSDP 2 free the weights of all layers that it gathers together.
-        token = values.part[:1, :1].detach()
-        total = run(None) if values.head is None else call_of(values.head)(token, **{INSTEAD: run})
+        total = run(None) if values.head is None else call_of(values.head)(run)
     return origin.ring.side_by_side(total[None], 0).sum()
 
 
-def _check_labels(labels: Tensor, ignore_index: int, vocabulary: int) -> None:
-    """Refuses labels beyond the vocabulary on all ranks; on a GPU, torch ends the process that computes with one."""
-    wrong = (labels != ignore_index) & ((labels < 0) | (labels >= vocabulary))
-    if labels.device.type == "cpu" and bool(wrong.any()):
-        got = labels[wrong][0].item()
-        raise ValueError(
-            f"labels must be from 0 to {vocabulary - 1}, or {ignore_index} for tokens to leave out, got {got}"
-        )
-
-
-def _sum(
-    values: Values,
-    labels: Tensor,
-    ignore_index: int,
-    of_slice: SliceLoss,
-    forward: Head | None,
-) -> Tensor:
+def _sum(values: Values, labels: Tensor, ignore_index: int, of_slice: SliceLoss, forward: Head | None) -> Tensor:
     """Returns the sum of the losses of this rank's tokens, by the forward of the output layer."""
-    hidden, states = values.part, values.part.flatten(0, 1)
-    scales = tuple(x.detach().requires_grad_() for x in values.scales)  # They may depend on the weights.
-    weights = [] if values.head is None else tensors_of(values.head)
-    leaves = {id(x): x for x in (states, *weights)} | {id(x): leaf for x, leaf in zip(values.scales, scales)}
+    states, weights = values.part.flatten(0, 1), [] if values.head is None else tensors_of(values.head)
+    leaves = {id(x): x.detach().requires_grad_() for x in values.scales}  # They may depend on the weights.
     inputs = [x for x in (states, *weights, *values.scales) if x.requires_grad] if torch.is_grad_enabled() else []
-    wide = torch.promote_types(hidden.dtype, torch.float32)
+    wide = torch.promote_types(states.dtype, torch.float32)
     sums = [torch.zeros_like(x, dtype=x.dtype if x is states else wide) for x in inputs]
-    total, length = (
-        hidden.new_zeros((), dtype=wide),
-        tokens_at_once(len(states), states.shape[1], values.sample.shape[1]),
-    )
+    total = states.new_zeros((), dtype=wide)
+    length = tokens_at_once(len(states), states.shape[1], values.sample.shape[1])
     for first in range(0, len(states), length):
-        place = slice(first, min(first + length, len(states)))
-        part = states[place].detach().requires_grad_(any(x is states for x in inputs))
-        loss = of_slice(partial(values.of_states, head=forward, scales=scales), part, labels[place], place)
+        place = slice(first, first + length)
+        part = states[place].detach().requires_grad_(states.requires_grad)
+        loss = of_slice(partial(values.of_states, head=forward, leaves=leaves), part, labels[place], place)
         total += loss.detach()
-        if inputs:
-            parts = [part if x is states else leaves[id(x)] for x in inputs]
-            gradients = torch.autograd.grad(loss, parts, materialize_grads=True)
-            for x, of_x, gradient in zip(inputs, sums, gradients, strict=True):
-                (of_x[place] if x is states else of_x).add_(gradient)
-    return _Scaled.apply(total, (labels != ignore_index).any(), sums, *inputs) if inputs else total
+        parts = [part if x is states else leaves.get(id(x), x) for x in inputs]
+        gradients = torch.autograd.grad(loss, parts, materialize_grads=True) if inputs else ()
+        for x, of_x, gradient in zip(inputs, sums, gradients, strict=True):
+            (of_x[place] if x is states else of_x).add_(gradient)
+    if not inputs:
+        return total
+    saved = ((labels != ignore_index).any(), *sums)
+    return WithGradients.apply(total.clone, partial(_scaled, [x.dtype for x in inputs]), saved, *inputs)
+
+
+def _scaled(dtypes: list[torch.dtype], grad: Tensor, any_label: Tensor, *gradients: Tensor) -> list[Tensor]:
+    """Returns the gradients of a loss that is scaled; without a label they are 0, whatever the scale."""
+    grad = torch.where(any_label, grad, 0)
+    return [(x * grad.to(x.dtype)).to(dtype) for x, dtype in zip(gradients, dtypes, strict=True)]
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:
@@ -117,30 +104,26 @@ def tensors_of(module: nn.Module) -> list[Tensor]:
     return list({id(x): x for x in tensors if isinstance(x, Tensor)}.values())
 
 
-def check_once() -> None:
-    """Refuses a backward pass that is recorded, since its gradients would lack a part."""
-    if torch.is_grad_enabled():
-        raise NotImplementedError(
-            "gradients of gradients (create_graph=True) of a call with labels cannot be computed: call the model without labels"
-        )
-
-
-class _Scaled(torch.autograd.Function):
-    """Returns a sum whose gradients are known; backward scales them. Without a label they are 0, whatever the scale."""
+class WithGradients(torch.autograd.Function):
+    """Gives a result the gradients of its inputs, by a function of the result's gradient and of saved tensors."""
 
     @staticmethod
-    def forward(ctx: Any, total: Tensor, any_label: Tensor, gradients: list[Tensor], *inputs: Tensor) -> Tensor:
-        ctx.dtypes = [x.dtype for x in inputs]
-        ctx.save_for_backward(any_label, *gradients)
-        return total.view_as(total)
+    def forward(ctx: Any, make: Callable[[], Tensor], of_grad: Any, saved: Any, *inputs: Tensor) -> Tensor:
+        ctx.of_grad = of_grad
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*saved)
+        return make()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        check_once()
-        any_label, *gradients = ctx.saved_tensors
-        grad = torch.where(any_label, grad, 0)
-        scaled = ((x * grad.to(x.dtype)).to(dtype) for x, dtype in zip(gradients, ctx.dtypes, strict=True))
-        return None, None, None, *scaled
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:  # DDP asks for the gradients of all outputs, used or not.
+            return (None,) * len(ctx.needs_input_grad)
+        if torch.is_grad_enabled():  # They would lack a part.
+            raise NotImplementedError(
+                "gradients of gradients (create_graph=True) of a call with labels cannot be computed: call the model without "
+                "labels"
+            )
+        return None, None, None, *ctx.of_grad(grad, *ctx.saved_tensors)
 
 
 # ---- the fields of TRL's fused head

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ..compute.private import has_hooks, version_of
 from ..ring.ring import Ring
 from .forward_pass import running
-from .lm_loss import INSTEAD, tensors_of
-from .on_use import OnUse, is_wrapped
+from .lm_loss import tensors_of
+from .on_use import OnUse
 from .values import Origin, autocast_of
 
 
@@ -29,8 +29,8 @@ class HeadForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own = partial(type(self.module).forward, self.module) if self.own is None else self.own
-        on_use = bool(args) and isinstance(args[0], OnUse)
-        if on_use or INSTEAD in kwargs or (not torch.compiler.is_dynamo_compiling() and running().on_use):
+        here = bool(args) and (isinstance(args[0], OnUse) or callable(args[0]))
+        if here or (not torch.compiler.is_dynamo_compiling() and running().on_use):
             return _head(self.module, own, *args, **kwargs)
         return own(*args, **kwargs)
 
@@ -43,20 +43,17 @@ def wrap_head(head: nn.Module) -> None:
 
 
 @torch.compiler.disable(reason="it asks what was formed")
-def _head(module: nn.Module, own: Callable[..., Any], states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Returns logits that are formed on use, or the result of the function that runs in place of the layer."""
-    instead = kwargs.pop(INSTEAD, None)
+def _head(module: nn.Module, own: Callable[..., Any], states: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns logits that are formed on use, or the result of a function of the layer's forward that is called inside it."""
 
     def forward(states: Tensor) -> Any:
         return own(states, *args, **kwargs)
 
-    if instead is not None:
-        return instead(forward)
+    if callable(states):
+        return states(forward)
     if not isinstance(states, OnUse):
         states = OnUse.of_hidden(states, Origin("the model", None, Ring.alone()))
-    hidden = states.content
-    if is_wrapped(states):
-        return forward(states)
+    hidden = states.deferred
     if has_hooks(module) or not (states.is_current and hidden.origin.keeps_logits):
         return forward(states.to_read())
     token = hidden.part[:1, :1].detach()
@@ -65,16 +62,15 @@ def _head(module: nn.Module, own: Callable[..., Any], states: Tensor, *args: Any
         raise NotImplementedError(
             f"{type(module).__name__} is no output layer: it makes no logits of each token by itself"
         )
-    recorded, weights = torch.is_grad_enabled(), tuple(tensors_of(module))
+    weights = tuple(tensors_of(module))
     values = replace(
         hidden,
-        part=hidden.part if recorded else hidden.part.detach(),
         head=module,
         sample=sample.detach().flatten(0, 1)[:0],
-        recorded=recorded,
-        autocast=autocast_of(hidden.part),
+        recorded=True,
+        autocast=autocast_of(token),
         weights=weights,
         versions=tuple(map(version_of, (hidden.part, *weights))),
     )
-    states.used = True
-    return OnUse.of(values, states.numbers.contiguous())
+    states.memory.used = True
+    return OnUse.of(values, states.numbers)

@@ -14,8 +14,12 @@ from torch.distributed.tensor import DTensor
 from ..compute.private import version_of
 from ..ring.ring import Ring
 from .config import warn_once
-from .forward_pass import SliceLoss, WholeRows, running_with
+from .forward_pass import Head, SliceLoss, WholeRows, running_with
 from .join import kept, whole_rows
+
+#: By the id of a tensor that needs gradients, the tensor that is computed with in its place.
+Leaves = Mapping[int, Tensor]
+_NO_LEAVES: Leaves = {}
 
 
 @dataclass(eq=False)
@@ -37,37 +41,47 @@ class Values:
     origin: Origin
     part: Tensor  # [B, n local, width] the hidden states of this rank's tokens
     numbers: Tensor  # [B, n] the numbers of all tokens
-    head: nn.Module | None  # the output layer; None for hidden states
-    steps: tuple[Callable[[Tensor, Mapping[int, Tensor]], Tensor], ...]  # the functions that were applied to its logits
     sample: Tensor  # [0, vocabulary] no logits, with the dtype, device and width of all
-    recorded: bool  # whether gradients are recorded
     autocast: Callable[[], Any]  # makes the context of autocast in which the layer was called
     versions: tuple[int, ...]  # of the part and the weights, when the layer was called
+    head: nn.Module | None = None  # the output layer; None for hidden states
+    steps: tuple[Callable[[Tensor, Leaves], Tensor], ...] = ()  # functions that were applied to its logits
+    recorded: bool = True  # whether gradients are recorded
     weights: tuple[Tensor, ...] = ()  # the tensors of the layer
     scales: tuple[Tensor, ...] = ()  # the tensors of the steps that need gradients
     hooks: list[Callable[[Tensor], Any]] = field(default_factory=list)  # of FSDP: they mark the beginning of backward
 
-    def of_states(
-        self, states: Tensor, head: Callable[[Tensor], Tensor] | None = None, scales: tuple[Tensor, ...] = ()
-    ) -> Tensor:
-        """Returns the values [..., vocabulary] of hidden states [..., width], by the layer or its forward, and by scales."""
+    def of_states(self, states: Tensor, head: Head | None = None, leaves: Leaves = _NO_LEAVES) -> Tensor:
+        """Returns the values [..., vocabulary] of hidden states [..., width], by the layer or its forward, and by leaves."""
         if head is None and self.head is not None:
             head = call_of(self.head)
         with self.autocast(), running_with(on_use=False):
             values = states if head is None else head(states)
         for step in self.steps:
-            values = step(values, dict(zip(map(id, self.scales), scales)))
+            values = step(values, leaves)
         return values
 
-    def of_tokens(self, part: Tensor, numbers: Tensor, scales: tuple[Tensor, ...] = ()) -> Tensor:
+    def of_tokens(self, part: Tensor, numbers: Tensor, leaves: Leaves = _NO_LEAVES) -> Tensor:
         """Returns the values of tokens with these numbers from this rank's hidden states; all ranks call it together."""
         self.check()
         rows, ring = self.origin.rows, self.origin.ring
         if rows is not None and rows.layout is not None:
             if 2 * numbers.numel() < self.numbers.numel():
-                return self.of_states(kept(part, rows, ring, numbers), scales=scales)
+                return self.of_states(kept(part, rows, ring, numbers), leaves=leaves)
             part = whole_rows(part, rows, ring)
-        return self.of_states(part if numbers is self.numbers else part.flatten(0, 1)[numbers], scales=scales)
+        return self.of_states(part if numbers is self.numbers else part.flatten(0, 1)[numbers], leaves=leaves)
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The tensors that get gradients."""
+        return [x for x in (self.part, *self.weights, *self.scales) if x.requires_grad] if self.recorded else []
+
+    def of_gradient(self, inputs: list[Tensor], numbers: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        """Returns the gradients of inputs, from the gradient of the values of tokens with these numbers."""
+        leaves = {id(x): x.detach().requires_grad_(x.requires_grad) for x in (self.part, *self.scales)}
+        with torch.enable_grad():
+            formed = self.of_tokens(leaves[id(self.part)], numbers, leaves)
+        return torch.autograd.grad(formed, [leaves.get(id(x), x) for x in inputs], grad, materialize_grads=True)
 
     def check(self) -> None:
         """Refuses weights that have changed since the call of the layer: they would give other logits."""

@@ -400,7 +400,61 @@ def checkpointed_terms(model, hidden, labels, items):
     return following(model, logits, labels, items) + sum(terms), logits
 
 
+class _Kept(torch.autograd.Function):
+    """Adds a gradient that it finds in backward, as RWKV's L2Wrap does."""
+
+    @staticmethod
+    def forward(ctx, loss, x):
+        ctx.save_for_backward(x)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad, 1e-3 * grad * x.tanh()
+
+
+def kept_for_backward(model, hidden, labels, items):
+    """A function saves logits that are formed later, by a view that is older."""
+    logits = model.lm_head(hidden)
+    view = logits[:, 1:]
+    loss = _Kept.apply(_Kept.apply(following(model, logits, labels, items), logits), hidden)
+    with torch.no_grad():
+        share = (view.argmax(-1) == labels[:, 1:]).double().mean()
+    return loss * (1 + share) + view.logsumexp(-1).mean(), logits
+
+
+def written_behind_the_logits(model, hidden, labels, items):
+    """Logits stay as they were, and what follows sees what was written."""
+    view = hidden[:, 2:]
+    with torch.no_grad():
+        logits = model.lm_head(hidden)
+    hidden[:, 3:5] *= 0.5
+    hidden.detach().add_(0.1)
+    with torch.no_grad():
+        hidden[:1].mul_(2)
+        later = hidden.data
+    later.sub_(0.2)
+    with torch.inference_mode():
+        assert bool(view.isfinite().all())
+    loss = following(model, logits * model.scale, labels, items) + following(
+        model, model.lm_head(hidden), labels, items
+    )
+    return loss + model.lm_head(view).pow(2).mean() + following(model, model.lm_head(later), labels, items), logits
+
+
+def views_without_gradients(model, hidden, labels, items):
+    with torch.no_grad():
+        rows = hidden[:1]
+    with torch.inference_mode():
+        share = float(_Reversed.apply(hidden * 2).mean()) + float(hidden.abs().mean())
+    loss = rows[:, 2:].pow(2).mean() + F.cross_entropy(model.lm_head(rows[0, 1:]), labels[0, 1:])
+    loss = loss + hidden[0].flip(0).pow(2).mean()
+    return loss * (1 + share) + following(model, model.lm_head(hidden), labels, items), None
+
+
 ODD = (
+    kept_for_backward, written_behind_the_logits, views_without_gradients,
     hook_of_head, hooks_of_tensors, kept_gradients, copies_and_views, written_in_place, other_orders, gradients_of_parts,
     scales_of_weights, odd_arguments, checkpointed_terms,
 )  # fmt: skip
