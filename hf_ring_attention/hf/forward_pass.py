@@ -53,8 +53,8 @@ class WholeRows:
     documents: Documents | None  # the (start, stop) of each document of each row; None if the mask alone describes them
     from_collator: bool = False  # whether a collator described the documents, not positions or the mask
     layout: SequenceLayout | None = None  # how the ranks of the ring divide the rows; None if they are whole
-    last_position: int = 0  # the greatest position id, of rows that a loader has cut
-    checksum: str = ""  # of the tokens of such rows
+    last_position: int = 0  # the greatest position id, once they are cut
+    checksum: str = ""  # of the tokens of rows that a loader has cut
 
     @property
     def packed(self) -> bool:
@@ -77,7 +77,6 @@ class ForwardPass:
     skipped: tuple[int, ...] = ()  # by layer, as `tokens_skipped` returns it
     whole: bool = False  # whether every rank computes whole rows by itself, because the call has a cache of its own
     cacheless: bool = False  # whether the caller asked for no cache
-    last_position: int | None = None  # the greatest position id of whole rows that are cut
     #: Makes what the head gets of this rank's last hidden states [B, n local, width]; None for those of whole rows.
     join_last: Callable[[Tensor], Tensor] | None = None
     origin: Any = None  # the `Origin` of results that are formed when they are used; None if none are

@@ -104,8 +104,8 @@ def _of_decoder(now: ForwardPass, rows: WholeRows, kwargs: dict[str, Any]) -> di
     runner = now.runner
     if rows.layout is None:
         return {**kwargs, "position_ids": whole_positions(runner, rows, kwargs)} if rows.packed else kwargs
-    cut_before = now.call.rows is not None  # by a loader
-    kwargs, now.last_position = (kwargs, rows.last_position) if cut_before else cut(runner, kwargs, rows, now.ring)
+    if now.call.rows is None:  # Otherwise a loader has cut them.
+        kwargs, now.rows = cut(runner, kwargs, rows, now.ring)
     cacheless = takes(runner, "use_cache") and not isinstance(cache_in(kwargs), ShardedCache)
     return {**kwargs, "use_cache": False} if cacheless else kwargs
 
@@ -233,9 +233,9 @@ def _decide(now: ForwardPass, kwargs: dict[str, Any]) -> None:
 def _with_last_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Gives RoPE that depends on the row's length one more column, with the row's last position."""
     now = running().forward_pass
-    if now is None or now.last_position is None:
+    if now is None or now.rows is None or now.layout is None:
         return None  # Whole rows, or a step after a prefill, in which all ranks have all positions.
-    last = now.last_position
+    last = now.rows.last_position
 
     def longer(x: Any) -> Any:  # Code of others gives positions another name.
         positions = isinstance(x, Tensor) and not x.is_floating_point()
@@ -247,7 +247,7 @@ def _with_last_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
 @torch.compiler.disable(reason="it belongs to _with_last_position")
 def _without_last_position(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     now = running().forward_pass
-    if now is None or now.last_position is None:
+    if now is None or now.layout is None:
         return output
     return tuple(x[:, :-1] for x in output) if isinstance(output, tuple) else output[:, :-1]
 

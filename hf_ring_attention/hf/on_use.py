@@ -52,15 +52,8 @@ _FACTS = {
     *(x.__get__ for x in (_X.shape, _X.dtype, _X.device, _X.ndim, _X.requires_grad, _X.layout, _X.grad_fn, _X.is_leaf)),
     *(x.__get__ for x in (_X.is_cuda, _X.is_cpu, _X.is_sparse, _X.is_quantized, _X.is_meta, _X.is_nested, BASE)),
     *(_X.size, _X.dim, _X.ndimension, _X.numel, _X.nelement, _X.element_size, _X.is_floating_point, _X.is_complex),
-    *(
-        _X.get_device,
-        _X.is_contiguous,
-        _X.is_inference,
-        _X.__len__,
-        _X.requires_grad.__set__,
-        _X.requires_grad_,
-        _X.grad.__get__,
-    ),
+    *(_X.get_device, _X.is_contiguous, _X.is_inference, _X.__len__, _X.requires_grad.__set__, _X.requires_grad_),
+    _X.grad.__get__,
 }
 #: Functions that ask for the gradient of a tensor.
 _OF_GRADIENTS = {_X.register_hook, _X.retain_grad, torch.autograd.grad}

@@ -265,12 +265,14 @@ def whole_positions(runner: nn.Module, rows: WholeRows, arguments: Mapping[str, 
     return valid.cumsum(1) * valid + first - 1
 
 
-def cut(runner: nn.Module, arguments: Mapping[str, Any], rows: WholeRows, ring: Ring) -> tuple[dict[str, Any], int]:
+def cut(
+    runner: nn.Module, arguments: Mapping[str, Any], rows: WholeRows, ring: Ring
+) -> tuple[dict[str, Any], WholeRows]:
     """Returns the arguments of a decoder with this rank's part of each tensor that has a value for each token.
 
     Those are tensors [B or 1, n, ...], positions [axes, B, n], and the features that a decoder adds at visual tokens
-    (`deepstack_visual_embeds`), which are picked by the mask of these (`visual_pos_masks`). The second result is the greatest
-    position of whole rows.
+    (`deepstack_visual_embeds`), which are picked by the mask of these (`visual_pos_masks`). The second result are the rows with
+    their greatest position.
     """
     layout, tokens = rows.layout, tokens_in(arguments)
     assert layout is not None and tokens is not None
@@ -297,7 +299,7 @@ def cut(runner: nn.Module, arguments: Mapping[str, Any], rows: WholeRows, ring: 
         numbers = (seen.flatten().cumsum(0) - 1).view(seen.shape)
         chosen = ring.shard(numbers, layout)[ring.shard(seen, layout)]
         parts["deepstack_visual_embeds"] = [x[chosen.to(x.device)] for x in features]
-    return parts, last
+    return parts, replace(rows, last_position=last)
 
 
 # ---- agreement

@@ -56,9 +56,8 @@ def _collate_and_cut(collate: Any, ring: Ring, runner: Any, pattern: Pattern | N
         return batch
     whole = rows_to_cut(runner, ring, batch, pattern)
     labels = {name: batch[name] for name in _WHOLE if name in batch}
-    parts, last = cut(runner, {k: x for k, x in batch.items() if k not in labels}, whole, ring)
-    whole = replace(whole, last_position=last, checksum=digest(tokens))
-    return {**parts, **labels, CALL: RingCall(rows=whole)}
+    parts, whole = cut(runner, {k: x for k, x in batch.items() if k not in labels}, whole, ring)
+    return {**parts, **labels, CALL: RingCall(rows=replace(whole, checksum=digest(tokens)))}
 
 
 class _PlannedAhead:
