@@ -12,6 +12,27 @@ PACKAGE = str(Path(ra.__file__).parent)
 MOST_CALLS, MOST_FILES = 25, 10
 
 
+def test_a_call_that_has_been_planned_reaches_the_kernel_by_few_calls():
+    """`ring_attention` outside of a model; the first call has planned it, and the second one finds the plan."""
+    x, passed = torch.randn(1, 4, 64, 32), []
+
+    def profile(frame, event, function):
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            passed.append((frame.f_code.co_filename.removeprefix(PACKAGE), frame.f_code.co_name))
+
+    with torch.no_grad():
+        ra.ring_attention(x, x, x, pattern="exact")
+        sys.setprofile(profile)
+        try:
+            ra.ring_attention(x, x, x, pattern="exact")
+        finally:
+            sys.setprofile(None)
+    files = {file for file, _ in passed}
+    assert ("/compute/kernels.py", "forward_masked") in passed
+    assert len(passed) <= MOST_CALLS, "\n".join(map(str, passed))
+    assert len(files) <= MOST_FILES, files
+
+
 def test_a_layer_reaches_the_kernel_by_few_calls():
     """Exact attention on one device; the first layer of a pass has planned it, and the second one uses the plan."""
     model, ids = ra.patch_model(tiny_llama(None), "exact").eval(), torch.arange(1, 33)[None]

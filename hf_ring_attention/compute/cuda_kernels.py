@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -50,10 +50,9 @@ class CudaFlash:
         return added((dq, dk, dv), sums)
 
 
-def torch_flash() -> str | None:
-    """Returns "FA3" or "FA4" if `torch.nn.attention.activate_flash_attention_impl` has put it in FlashAttention-2's place."""
-    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # since torch 2.11
-    return None if current is None else current()
+#: Returns "FA3" or "FA4" if `torch.nn.attention.activate_flash_attention_impl` (since torch 2.11) has put it in the place of
+#: FlashAttention-2.
+torch_flash: Callable[[], str | None] = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
 
 
 def _by_token(x: Tensor, width: int, call: KernelCall) -> Tensor:

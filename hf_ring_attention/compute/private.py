@@ -234,11 +234,16 @@ def checkpoint_activations(model: Any, options: dict[str, Any] | None = None) ->
     enable(options)
 
 
+def may_checkpoint(model: nn.Module) -> list[nn.Module]:
+    """Returns the modules of a model that have a function to checkpoint their forward pass."""
+    return [x for x in model.modules() if "checkpoint_fn" in vars(x) or "_gradient_checkpointing_func" in vars(x)]
+
+
 def checkpointing_of(module: nn.Module) -> Any:
     """Returns the function by which a module checkpoints its forward pass; None if it does not."""
     if _wraps_a_layer(module):
         return module.checkpoint_fn
-    function = vars(module).get("_gradient_checkpointing_func")  # Looking for it costs little, in modules without it.
+    function = vars(module).get("_gradient_checkpointing_func")
     return function if function is not None and getattr(module, "gradient_checkpointing", True) else None
 
 

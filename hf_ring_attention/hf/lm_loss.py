@@ -100,7 +100,7 @@ def _scaled(dtypes: list[torch.dtype], grad: Tensor, any_label: Tensor, *gradien
 
 def tensors_of(module: nn.Module) -> list[Tensor]:
     """Returns the parameters of a module, and views of weights that FSDP 1 puts there."""
-    tensors = (x for inner in module.modules() for x in (*inner.parameters(recurse=False), *vars(inner).values()))
+    tensors = [x for inner in module.modules() for x in (*inner.parameters(recurse=False), *vars(inner).values())]
     return list({id(x): x for x in tensors if isinstance(x, Tensor)}.values())
 
 

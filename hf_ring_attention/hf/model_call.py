@@ -14,7 +14,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..compute.private import calling_frame, checkpointing_of, implementation_of, remove_hooks, set_checkpointing
+from ..compute.private import (
+    calling_frame,
+    checkpointing_of,
+    implementation_of,
+    may_checkpoint,
+    remove_hooks,
+    set_checkpointing,
+)
 from ..ring.operator import UNTRACEABLE, check_not_traced
 from ..ring.ring import Ring
 from .cache import ShardedCache, cache_in
@@ -192,7 +199,7 @@ def _remember_for_recomputation(model: PreTrainedModel) -> None:
     """Makes layers that recompute their forward pass in backward find the documents of the pass that they repeat."""
     if not torch.is_grad_enabled():  # There will be no backward.
         return
-    for module in model.modules():
+    for module in may_checkpoint(model):
         checkpoint = checkpointing_of(module)
         if checkpoint is not None and getattr(checkpoint, "func", None) is not _checkpointed:
             set_checkpointing(module, partial(_checkpointed, checkpoint))

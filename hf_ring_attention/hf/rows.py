@@ -347,7 +347,7 @@ def _some_weights(model: nn.Module) -> Tensor:
 
     DDP, ZeRO 1 and 2 keep replicas equal to the last bit. FSDP and ZeRO 3 divide weights, which are left out.
     """
-    divided = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    divided = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
     weights = [] if divided else [*model.parameters()]
     numbers: list[Tensor] = []
     for some in ([x for x in weights if x.requires_grad], [x for x in weights if not x.requires_grad]):

@@ -10,7 +10,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, ClassVar, Literal
 
 from . import notation
@@ -340,9 +340,16 @@ def _sinks(owner: str, tokens: int) -> tuple[Branch, ...]:
     return (Sink(tokens),) if tokens else ()
 
 
+@lru_cache(maxsize=256)  # Each call of attention may name its pattern.
+def _parsed(text: str) -> Pattern:
+    return Pattern.parse(text)
+
+
 def as_pattern(pattern: Pattern | str, caller: str) -> Pattern:
     """Returns a pattern from a `Pattern` or its text; errors begin with the name of the caller."""
     try:
+        if isinstance(pattern, str):
+            return _parsed(pattern)
         return pattern if isinstance(pattern, Pattern) else Pattern.parse(pattern)
     except ValueError as error:
         raise ValueError(f"{caller}: {error}") from None

@@ -44,6 +44,11 @@ def check_not_traced() -> None:
         raise NotImplementedError(f"torch.export or torch.jit.trace was asked for: {UNTRACEABLE}")
 
 
+def is_recorded(*tensors: Tensor | None) -> bool:
+    """Returns whether a backward pass will come, in which all ranks take part or none."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
 class Numbered(Generic[Named]):
     """Values by their numbers. It keeps alive only the last values that graphs name."""
 

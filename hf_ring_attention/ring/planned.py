@@ -26,9 +26,9 @@ from ..transport.agreement import REFUSALS
 from ..transport.heads import HeadsTransport
 from ..transport.transports import LocalTransport
 from .engine import AllGradients, Execution, ForwardResults
-from .operator import CALLS, GraphLayer
+from .operator import CALLS, GraphLayer, is_recorded
 from .planner import CallKey
-from .ring import Ring, is_recorded
+from .ring import Ring
 
 #: The name of a call of attention when ranks compare their calls, here or in a model that refuses its part.
 FORWARD = "a forward pass of attention"
@@ -65,10 +65,10 @@ def planned_call(
     refused = planned = call = None
     try:
         call = Call(
-            _tensor_facts(q),
-            _tensor_facts(k),
-            _tensor_facts(v),
-            None if sinks is None else _tensor_facts(sinks),
+            TensorFacts(q.shape, q.dtype, q.device),
+            TensorFacts(k.shape, k.dtype, k.device),
+            TensorFacts(v.shape, v.dtype, v.device),
+            None if sinks is None else TensorFacts(sinks.shape, sinks.dtype, sinks.device),
             as_pattern(pattern, "ring_attention"),
             layout,
             None if documents is None else _hashable(documents),
@@ -122,10 +122,6 @@ def outside(ring: Ring) -> Outside:
     return Outside(ring.transport, ring.kernel, ring.settings, deterministic, torch_flash())
 
 
-def _tensor_facts(x: Tensor) -> TensorFacts:
-    return TensorFacts(tuple(x.shape), x.dtype, x.device)
-
-
 def _hashable(documents: Sequence[Sequence[tuple[int, int]]]) -> Any:
     try:
         hash(documents)
@@ -160,7 +156,7 @@ class Planned:
         """Returns the values that all ranks must have in common, by their names in an error."""
         call, problem = self.call, self.problem
         return {
-            "the shape of q, (B, H, n, D)": call.q.shape,
+            "the shape of q, (B, H, n, D)": tuple(call.q.shape),
             "the number of key/value heads": problem.num_kv_heads,
             "the number of the first key/value head": problem.first_kv_head,
             "the width of v": call.v.shape[-1],

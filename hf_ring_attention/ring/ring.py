@@ -27,6 +27,7 @@ from ..transport.transports import Traffic
 from .bindings import Bindings, PlannedCalls
 from .callbacks import CALLBACKS
 from .mesh import communicator_of, mesh_of
+from .operator import is_recorded
 from .planner import Planner
 from .shards import RINGS, check_shard, shard_of, whole_of
 
@@ -315,8 +316,3 @@ class Ring:
 def ring_alone(kernel: str = "auto") -> Ring:
     """Returns the ring of calls that name none, one for each kernel that they ask for."""
     return Ring.over(None, kernel=kernel)
-
-
-def is_recorded(*tensors: Tensor | None) -> bool:
-    """Returns whether a backward pass will come, in which all ranks take part or none."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
