@@ -32,7 +32,7 @@ ROWS_OF_A_BLOCK = 32
 #: Bands of this width or more are cut into triangles and rectangles, in stretches of CUT_ROWS, a smaller number.
 CUT_FROM = 4096
 CUT_ROWS = 1024
-#: The most numbers of a mask in which rows of folds repeat.
+#: The most numbers of a mask that repeats rows of folds.
 LARGEST_MASK = 1 << 22
 #: Results of about so many query rows, and gradients of so many key rows, are held at once, and added up in the cache.
 RESULTS_AT_ONCE, GRADIENTS_AT_ONCE = 1 << 15, 1 << 14
@@ -89,7 +89,7 @@ class _Part(NamedTuple):
         return self.kind in ("causal", "reversed")
 
     def turned(self, *rows: Tensor) -> tuple[Tensor, ...]:
-        """Returns rows in the order in which the part is a lower triangle."""
+        """Returns rows in the order that makes the part a lower triangle."""
         return tuple(x.flip(2) for x in rows) if self.kind == "reversed" else rows
 
 

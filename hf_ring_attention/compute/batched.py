@@ -29,7 +29,7 @@ class BoundBatch:
     shape: Shape
     fold_size: int = 1
     lengths: Tensor | None = None
-    fresh: bool = False  # whether no batch before this one in a rank's own work has any of its query rows
+    fresh: bool = False  # whether its query rows are in no earlier batch of a rank's own work
 
     def parts(self, max_rows: int, block: int) -> list[BoundBatch]:
         """Returns the batch in parts of about `max_rows` query and key rows, so that one call holds little memory.

@@ -50,7 +50,7 @@ class Saved(NamedTuple):
 
 
 class Kernel(Protocol):
-    """An implementation of attention, by which works compute their tiles."""
+    """An implementation of attention; works compute their tiles with it."""
 
     name: str
     joining: (

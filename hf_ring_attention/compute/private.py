@@ -127,7 +127,7 @@ def saved_tensor_hooks() -> Any:
 
 
 def calling_frame(module: nn.Module) -> FrameType | None:
-    """Returns the frame in which torch calls a module, for a hook of this module; None if compiled code calls it."""
+    """Returns the frame of torch's call of a module, for a hook of this module; None if compiled code calls it."""
     frame, code = inspect.currentframe(), nn.Module._call_impl.__code__
     while frame is not None and not (frame.f_code is code and frame.f_locals.get("self") is module):
         frame = frame.f_back
@@ -165,7 +165,7 @@ def compiled_module(model: Any) -> Any:
 
 
 def default_store() -> Any:
-    """Returns the key-value store by which the processes of the default process group found each other."""
+    """Returns the key-value store that the processes of the default process group used to find each other."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -240,7 +240,7 @@ def may_checkpoint(model: nn.Module) -> list[nn.Module]:
 
 
 def checkpointing_of(module: nn.Module) -> Any:
-    """Returns the function by which a module checkpoints its forward pass; None if it does not."""
+    """Returns the function that checkpoints a module's forward pass; None if it does not."""
     if _wraps_a_layer(module):
         return module.checkpoint_fn
     function = vars(module).get("_gradient_checkpointing_func")
@@ -253,7 +253,7 @@ def _wraps_a_layer(module: nn.Module) -> bool:
 
 
 def set_checkpointing(module: nn.Module, function: Any) -> None:
-    """Makes a module checkpoint its forward pass by this function, in place of another one."""
+    """Makes a module checkpoint its forward pass by this function, in place of its own."""
     if _wraps_a_layer(module):
         module.checkpoint_fn = function
     else:
@@ -261,7 +261,7 @@ def set_checkpointing(module: nn.Module, function: Any) -> None:
 
 
 def checkpoint_options(function: Any) -> dict[str, Any] | None:
-    """Returns the options with which a function calls torch's checkpoint; None for a function that is no partial of it.
+    """Returns the options with which a function calls torch's checkpoint; None for other functions.
 
     Transformers' own function, which offloads, hands its options on.
     """
@@ -340,13 +340,13 @@ if dist.is_available() and dist.is_gloo_available():
 tree_map: Any = torch.utils._pytree.tree_map
 #: Lists the values inside lists, tuples and dicts.
 tree_leaves: Any = torch.utils._pytree.tree_leaves
-#: A context in which a method runs in place of each operator.
+#: A context where a method runs in place of each operator.
 DispatchMode: Any = torch.utils._python_dispatch.TorchDispatchMode
 #: Makes a tensor of a class, a shape, a dtype and a device without numbers.
 without_numbers: Any = Tensor._make_wrapper_subclass
-#: A context in which tensors of other classes are ordinary ones.
+#: A context where tensors of other classes are ordinary tensors.
 plain_tensors: Any = torch._C.DisableTorchFunctionSubclass
-#: A context that keeps the numbers by which autograd finds that tensors were written.
+#: A context that keeps the version numbers of tensors, so that autograd does not notice writes.
 preserved_version: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter
 #: The attribute of a tensor that FSDP 2 asks for: the tensor that it is a view of.
 BASE: Any = Tensor._base

@@ -133,7 +133,7 @@ def _planned(
     now: ForwardPass,
     recorded: bool | None = None,
 ) -> Planned:
-    """Returns what was planned for a layer's call, or for an equal call of a layer of its kind; else checks and plans it.
+    """Returns the planned call of an equal layer; if there is none yet, checks and plans the layer's call.
 
     Args:
         recorded: whether a graph records gradients; None outside of graphs.
@@ -218,7 +218,7 @@ def _of_model(module: nn.Module, tokens: Tokens, sliding_window: int | None) -> 
 
 
 def _pattern_of(module: nn.Module, layer: int | None, of_model: Branch | None, exact: bool) -> Pattern:
-    """Returns the pattern of a layer; under `exact_attention`, what the layer computes without patterns."""
+    """Returns the pattern of a layer; under `exact_attention`, the pattern of the layer without `patch_config`."""
     if exact and torch.is_grad_enabled():
         raise ValueError(
             "exact_attention: gradients are recorded, and a backward pass would recompute layers with the model's own pattern: "
@@ -249,7 +249,7 @@ def _own_branch(module: nn.Module, sliding_window: int | None) -> OwnBranch | No
 def _check_dropped_keys(module: nn.Module, dropped: bool, of_model: Branch | None, pattern: Pattern) -> None:
     """Refuses a pattern that shows keys which a cache has dropped: it keeps as many as the layer's own branch shows.
 
-    Only in layers with chunks are the positions of those keys known, on which other branches than windows depend.
+    Branches other than windows depend on the positions of keys, which are known only in layers with chunks.
     """
     kept, chunks = getattr(of_model, "length", None) or 0, isinstance(of_model, Segment)
     for branch in (branch for one in pattern.kv_heads or (pattern,) for branch in one.branches):

@@ -73,7 +73,7 @@ class ShardedLayer(DynamicLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last `-tokens_to_remove` tokens. A positive number is the length to keep, as in earlier Transformers."""
-        if self.keys is None:  # This layer takes the keys of another one.
+        if self.keys is None:  # This layer takes the keys of another layer.
             return
         count = -tokens_to_remove if tokens_to_remove <= 0 else self.get_seq_length() - tokens_to_remove
         if count > self.later:

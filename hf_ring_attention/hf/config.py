@@ -22,7 +22,7 @@ from .support import check_config, class_name
 
 logger = logging.getLogger(__name__)
 
-#: The key of config.json by which Transformers chooses the implementation. It takes the key out of a config that it loads, so
+#: The key of config.json that names the implementation to Transformers. It takes the key out of a config that it loads, so
 #: the key is written again before the config is saved.
 _IMPLEMENTATION = "attn_implementation"
 

@@ -50,7 +50,7 @@ class WholeRows:
 
     batch: int
     length: int  # with padding
-    documents: Documents | None  # the (start, stop) of each document of each row; None if the mask alone describes them
+    documents: Documents | None  # the (start, stop) of each document of each row; None if only the mask describes them
     from_collator: bool = False  # whether a collator described the documents, not positions or the mask
     layout: SequenceLayout | None = None  # how the ranks of the ring divide the rows; None if they are whole
     last_position: int = 0  # the greatest position id, once they are cut
@@ -83,7 +83,7 @@ class ForwardPass:
     join_result: Callable[[Any], Any] | None = None  # makes the output of the call of the output for this rank's part
     tokens: list[Any] = field(default_factory=list)  # the facts of its masks, which last as long as it does
     attended: bool = False  # whether a layer has attended by ring_dilated
-    outer: ForwardPass | None = None  # the call inside which this one runs
+    outer: ForwardPass | None = None  # the call around it
     frame: FrameType | None = None  # the call of the module that makes this pass, while it runs
 
     @cached_property
@@ -131,7 +131,7 @@ def running() -> Running:
 
 @contextmanager
 def running_with(**changes: Any) -> Iterator[None]:
-    """A context in which other things run; afterwards all is as it was."""
+    """A context with other values of `Running`; afterwards the values before it are back."""
     token = _RUNNING.set(_RUNNING.get()._replace(**changes))
     try:
         yield
@@ -181,7 +181,7 @@ def names_rows_in_graph(mask: Any) -> bool:
 
 @contextmanager
 def exact_attention(model: nn.Module) -> Iterator[None]:
-    """A context in which a patched model attends as it did before it had patterns: exactly, and by its layers' own windows.
+    """A context where a patched model attends as it did before it had patterns: exactly, and by its layers' own windows.
 
     Other threads are not affected, and shards of a ring keep the layout of the model's own pattern. Gradients are not
     recorded, because a backward pass recomputes layers (gradient checkpointing) outside of the context.

@@ -1,6 +1,6 @@
 """The call of a patched model inside a graph of torch.compile: operators find its rows, and cut and join them.
 
-A graph holds tensors and constants alone. So the operator `begin` finds the rows of a call when the graph runs, and returns
+A graph holds only tensors and constants. So the operator `begin` finds the rows of a call when the graph runs, and returns
 their number, which takes the place of the mask; `attend` looks up the rest by it. Calls that need more than this (a cache,
 images, recurrent layers, a loss of one's own, the heads transport) break the graph, and run as they do without one.
 """
@@ -50,7 +50,7 @@ def fits_a_graph(model: PreTrainedModel, ring: Ring | None) -> bool:
     is_decoder = config.get_text_config() is model.config and all(
         getattr(x, "is_causal", True) for x in runner.modules()
     )
-    # A window in the mask function alone is lost with its mask.
+    # A window that only the mask function has is lost with its mask.
     in_mask = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
     named = any("sliding_window" in strings_of(type(module).forward) for module in runner.modules())
     counts_tokens = places_of(runner) is not None or first_position(runner) > 0

@@ -1,4 +1,4 @@
-"""Joins what a decoder returns for each rank's part of the rows into what one device would return; what is missing says so."""
+"""Joins the results of a decoder for each rank's part into the results of one device; a missing result raises an error."""
 
 from __future__ import annotations
 

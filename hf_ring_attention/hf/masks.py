@@ -44,7 +44,7 @@ _LIMITS: dict[str, tuple[type[Segment] | type[Window], str, int]] = {
     "chunked_overlay": (Segment, "chunk_size", 0),
 }
 
-#: The mask functions by which Transformers keeps packed documents apart, and counts their positions.
+#: The mask functions that keep packed documents apart, and count their positions, in Transformers.
 _PACKED = {"packed_sequence_mask_function", "remap_positions_for_packed_sequence"}
 
 #: The attribute of a mask that keeps its `Tokens` alive; so does the forward pass, for the layers that backward recomputes.

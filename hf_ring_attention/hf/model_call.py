@@ -57,7 +57,7 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None, kernel: str) -> None:
     """Makes these the ring and the kernel of the model's attention layers; ring=None makes its rows whole ones again."""
     for module in model.modules():
         remove_hooks(module, lambda hook: getattr(hook, "__module__", None) in (__name__, f"{__package__}.patch"))
-    # Any of these may be the one that is called: a model with its head, its base model, and the decoder of this.
+    # Any of these may be called: a model with its head, its base model, and the decoder of this.
     for called in dict.fromkeys((model, model.base_model, runner_of(model))):
         called.register_forward_pre_hook(before_model, with_kwargs=True)
         called.register_forward_hook(after_model, with_kwargs=True, always_call=True)
@@ -86,7 +86,7 @@ def _correct_modules(base: nn.Module) -> bool:
 
 def before_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Begins the call of a model, and gives its decoder this rank's part of the rows."""
-    # What a graph has begun goes on without one, if it breaks or is compiled no more.
+    # After a graph break, a call that began in a graph continues eagerly.
     if names_rows_in_graph(kwargs.get("attention_mask")) or in_graph(module, args, kwargs):
         return (), begin_in_graph(module, args, kwargs)
     return _before_model(module, args, kwargs)
@@ -152,13 +152,13 @@ def _after_model(module: PreTrainedModel, output: Any) -> Any:
 
 
 def _check_attended(now: ForwardPass, output: Any) -> None:
-    """Refuses results of layers that did not attend by ring_dilated, and of a pooler that saw a part of the row alone."""
+    """Refuses results of layers that did not attend by ring_dilated, and of a pooler that saw only a part of the row."""
     name, implementation = type(now.module).__name__, implementation_of(now.runner.config)
     sharded = now.layout is not None or now.held is not None
     if not now.attended and (sharded or implementation == IMPLEMENTATION):
         raise RuntimeError(
             f"no layer of {name} attended by ring_dilated ({implementation!r} is set), so it would ignore its pattern, or each "
-            f"rank would see its part alone: call ra.patch_model; if that was done, use 'eager' on one process (ring=None)"
+            f"rank would see only its part: call ra.patch_model; if that was done, use 'eager' on one process (ring=None)"
         )
     if sharded and getattr(output, "pooler_output", None) is not None and not hasattr(now.runner, "pooler"):
         raise NotImplementedError(
@@ -185,7 +185,7 @@ def begin_call(module: PreTrainedModel, runner: PreTrainedModel, kwargs: dict[st
 
 
 def _warn_of_temperatures(config: Any, seq_len: int) -> None:
-    """Logs once that a model scales queries by their places in the row, so packed documents differ from those alone."""
+    """Logs once that a model scales queries by their places in the row, so packed documents differ from single ones."""
     floor = getattr(config, "floor_scale", None)
     if getattr(config, "attn_temperature_tuning", False) and isinstance(floor, (int, float)) and seq_len >= floor:
         warn_once(
@@ -206,7 +206,7 @@ def _remember_for_recomputation(model: PreTrainedModel) -> None:
 
 
 def _checkpointed(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Checkpoints a function, and sets for its recomputation the `ForwardPass` in which it ran first."""
+    """Checkpoints a function, and sets the `ForwardPass` of its first run for its recomputation."""
     if torch.compiler.is_dynamo_compiling():
         return checkpoint(function, *args, **kwargs)
     return checkpoint(running_with(forward_pass=running().forward_pass)(function), *args, **kwargs)
@@ -241,7 +241,7 @@ def _with_last_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     """Gives RoPE that depends on the row's length one more column, with the row's last position."""
     now = running().forward_pass
     if now is None or now.rows is None or now.layout is None:
-        return None  # Whole rows, or a step after a prefill, in which all ranks have all positions.
+        return None  # Whole rows, or a step after a prefill, where all ranks have all positions.
     last = now.rows.last_position
 
     def longer(x: Any) -> Any:  # Code of others gives positions another name.

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-#: The module of Transformers that has the attention interface; `import transformers` alone does not load it.
+#: The module of Transformers that has the attention interface; `import transformers` does not load it.
 _INTERFACE = "transformers.modeling_utils"
 
 

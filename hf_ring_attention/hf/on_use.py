@@ -71,7 +71,7 @@ class Memory:
     """The memory that an `OnUse` shares with its views."""
 
     numbers: Tensor  # of its tokens, among those of all rows
-    owner: Callable[[], OnUse | None] = lambda: None  # the tensor that is no view; None if it is gone
+    owner: Callable[[], OnUse | None] = lambda: None  # the tensor itself, and not a view; None if it is gone
     formed: Tensor | None = None  # without gradients: autograd goes through the `OnUse`
     watched: bool = False  # whether others see all uses of it, or may write into it unseen
     used: bool = False  # whether something is computed from it, and not from what is formed
@@ -84,7 +84,7 @@ class OnUse(Tensor):
     numbers: Tensor  # the number of each token among those of all rows, in the shape of this tensor without its last dimension
     memory: Memory
     shown: Callable[[Tensor], Tensor]  # makes this tensor of its memory
-    node: Any  # the node of autograd by which this module made it
+    node: Any  # the node of autograd that this module made it with
 
     @staticmethod
     def of_hidden(part: Tensor, origin: Origin) -> OnUse:
@@ -223,7 +223,7 @@ def _bare(values: Values, numbers: Tensor, memory: Memory | None = None, shown: 
 
 
 def _in_new_memory(values: Values, numbers: Tensor) -> Tensor:
-    """Returns an ordinary tensor that anybody may write into: it is no view, and no function has saved it for backward."""
+    """Returns an ordinary tensor that anybody may write into: not a view, and not saved for backward."""
     values.warn()
     formed = values.of_tokens(values.part, numbers)
     saved = any(hasattr(formed.grad_fn, name) for name in ("_saved_result", "saved_tensors"))
@@ -277,7 +277,7 @@ def _not_formed(x: OnUse, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
     try:
         sample = step(values.sample, {})
-    except RuntimeError:  # It is no function of each token, or says itself what is wrong.
+    except RuntimeError:  # It is not a function of each token, or its error is right.
         return None
     if not isinstance(sample, Tensor) or sample.shape[:-1] != values.sample.shape[:-1]:
         return None
@@ -307,7 +307,7 @@ def _of_places(x: OnUse, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
             numbers = x.numbers[keys[:-1]]
         else:
             return None
-    except (RuntimeError, IndexError):  # The function itself says what is wrong.
+    except (RuntimeError, IndexError):  # The function itself raises its error.
         return None
     if numbers.untyped_storage().data_ptr() != x.numbers.untyped_storage().data_ptr():
         repeated = len(numbers.unique()) != numbers.numel()

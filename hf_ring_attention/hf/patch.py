@@ -36,7 +36,7 @@ from .registration import IMPLEMENTATION
 from .support import check_model, class_name
 from .wrappers import ATTACHMENT, attachment_of, check_ring, inner_model, runner_of, wrapped_modules
 
-#: The one field of all of PEFT's configs that takes any dict. PEFT itself uses it for adapters without a task_type alone.
+#: The one field of all of PEFT's configs that takes any dict. PEFT itself uses it only for adapters without a task_type.
 _FIELD = "auto_mapping"
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -114,7 +114,7 @@ def patch_model(
             PEFT takes the pattern that the adapter was trained under, which is saved with it.
         ring: the ranks that compute each row together. All of them call the model with the same whole rows, and get what one
             device returns; the mean of their gradients is its gradient. Under tensor parallelism these are the ranks with the
-            same heads: `ra.Ring(mesh)` for a mesh of ("cp", "tp"). None: this process computes whole rows alone.
+            same heads: `ra.Ring(mesh)` for a mesh of ("cp", "tp"). None: this process computes whole rows.
         kernel: as for `Ring`, for a model without a ring; None takes the ring's, or keeps what the model has.
 
     Returns:
@@ -168,7 +168,7 @@ def patch_model(
 
 
 def _kernel_of(model: PreTrainedModel, ring: Ring | None, kernel: str | None) -> str:
-    """Returns the kernel that was asked for, else that of the ring, or the one that the model has."""
+    """Returns the kernel that was asked for, else the ring's, or the model's."""
     if kernel is not None:
         check_choice("patch_model", "kernel", kernel, get_args(KernelSetting))
     if ring is None:

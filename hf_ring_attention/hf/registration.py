@@ -1,4 +1,4 @@
-"""Registers with Transformers and torch what they are to call; the code behind it is loaded at the first call.
+"""Registers functions with Transformers and torch; the first call loads the code behind them.
 
 Transformers is still being loaded when this module is imported, so it imports nothing that needs all of Transformers.
 """

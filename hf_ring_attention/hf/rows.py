@@ -61,7 +61,7 @@ def documents_from_mask(mask: Tensor) -> Documents:
 
 
 def rows_of_call(runner: nn.Module, tokens: Tensor, arguments: Mapping[str, Any], divided: bool = False) -> WholeRows:
-    """Returns the rows of a call without a cache; their documents are None if the mask alone describes whole rows.
+    """Returns the rows of a call without a cache; their documents are None if only the mask describes whole rows.
 
     Args:
         arguments: with `position_ids` [B or 1, n] or [axes, B or 1, n], a document begins where they restart at the decoder's
@@ -134,7 +134,7 @@ def _numbers_of_collator(batch: int, length: int, ends: Any, seq_idx: Any) -> di
 
 
 def _restarts(positions: Tensor, valid: Tensor, first: int) -> Tensor:
-    """Returns at which tokens [B, n] behind other `valid` tokens of their row positions restart.
+    """Returns [B, n]: whether positions restart at a token that follows another `valid` token of its row.
 
     A document begins if positions go down, and between two neighbours that both have the position of a first token: the
     former is a document of one token. Positions that skip or repeat other numbers are the caller's own numbering of one

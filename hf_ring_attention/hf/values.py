@@ -1,4 +1,4 @@
-"""The values of each token of all rows, from which hidden states and logits are formed."""
+"""The values of each token of all rows, which form hidden states and logits."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Values:
     part: Tensor  # [B, n local, width] the hidden states of this rank's tokens
     numbers: Tensor  # [B, n] the numbers of all tokens
     sample: Tensor  # [0, vocabulary] no logits, with the dtype, device and width of all
-    autocast: Callable[[], Any]  # makes the context of autocast in which the layer was called
+    autocast: Callable[[], Any]  # makes the context of autocast of the layer's call
     versions: tuple[int, ...]  # of the part and the weights, when the layer was called
     head: nn.Module | None = None  # the output layer; None for hidden states
     steps: tuple[Callable[[Tensor, Leaves], Tensor], ...] = ()  # functions that were applied to its logits

@@ -43,7 +43,7 @@ class Attachment:
     """
 
     ring: Ring | None = None
-    kernel: str = "auto"  # computes the rows that this process computes alone; a ring has its own
+    kernel: str = "auto"  # for the rows of a model without a ring
     number: str = ""  # dynamo would take a number for a size that may change
     in_graphs: bool = False  # whether a graph can hold calls of its model
     is_decoder: bool = False
@@ -86,7 +86,7 @@ def inner_model(model: Any, caller: str) -> PreTrainedModel:
 
 
 def whole_model(model: Any, caller: str) -> PreTrainedModel:
-    """Returns the `inner_model`, for a caller that runs it alone; refuses models to which PEFT adds tokens of its own."""
+    """Returns the `inner_model`, for a caller that runs only this; refuses models with virtual tokens of PEFT."""
     inner, peft_config = inner_model(model, caller), cast(Any, getattr(model, "active_peft_config", None))
     if getattr(peft_config, "is_prompt_learning", False):
         raise ValueError(

@@ -118,7 +118,7 @@ class _ByDocuments:
         return (out, None) if self.name in _RETURN_TUPLES and isinstance(out, Tensor) else out
 
     def output(self, hidden: Tensor, kwargs: dict[str, Any]) -> Any:
-        """Returns the output of the mixer, alone or as its own forward returns it."""
+        """Returns the output of the mixer, as a tensor or as its own forward returns it."""
         ring, now = attachment_of(self.module).ring, forward_pass_of(self.config)
         if ring is not None and ring.world_size > 1 and not (now is not None and now.whole):
             if now is None:

@@ -95,7 +95,7 @@ class ShardedHybridCache(ShardedCache):
         return [layer for layer in self.layers if hasattr(layer, "recurrent_states")]
 
     def keep_states(self) -> None:
-        """Keeps a copy of the states, to which `crop` goes back."""
+        """Keeps a copy of the states, which `crop` restores."""
         self._kept = [copy.deepcopy((layer.conv_states, layer.recurrent_states)) for layer in self._recurrent()]
 
     def crop(self, tokens_to_remove: int) -> None:

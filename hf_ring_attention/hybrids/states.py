@@ -65,7 +65,7 @@ class StatesBehind:
         return recurrent_states
 
     def store_in(self, cache: Any) -> None:
-        """Puts the states into an empty cache, in the order in which the mixer would have stored them."""
+        """Puts the states into an empty cache, in the mixer's own order."""
         for inputs, (layer_idx, kwargs) in zip(self.inputs, self._convolutions):
             cache.update_conv_state(inputs, layer_idx, **kwargs)
         for state, layer_idx, kwargs in self._states:
@@ -200,7 +200,7 @@ def _along_decays(chain: Chain, final: Tensor, decay: Tensor) -> tuple[Tensor, T
     """Does `_along` for states whose entries decay independently.
 
     `final` has the states [runs, ...] behind this rank's runs for zero states before them, and `decay`, which broadcasts to
-    it, the factor by which a run multiplies the state before it.
+    it, the factor that a run multiplies the state before it with.
     """
     finals, decays = chain.gathered(final), chain.gathered(decay)
     steps = list(zip(decays, finals))

@@ -145,7 +145,7 @@ def _shares_of_ranks(
 
 
 def _orders(left: list[_Span], local_len: int, work: Pairs, wanted: float) -> Iterator[_Order]:
-    """Yields orders of the rest in which a rank might get an even share; orders that move documents least come first."""
+    """Yields orders of the rest that may give a rank an even share; orders that move documents least come first."""
     order = _Order(left, local_len, work)
     yield order
     for _ in range(_MOVES):

@@ -1,4 +1,4 @@
-"""The branches of patterns: segments, windows, sinks and last queries, rules by which a query sees keys of its document."""
+"""The branches of patterns: segments, windows, sinks and last queries, rules that show a query keys of its document."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _EVERY_KEY = Border("at", 0), Border("at", 1 << 62)
 
 
 class _Branch:
-    """A rule by which a query sees keys: those between its borders whose positions have the head's phase modulo `dilation`."""
+    """A rule that shows a query keys: those between its borders whose positions have the head's phase modulo `dilation`."""
 
     dilation: int = 1
     queries: Queries = "all"

@@ -154,7 +154,7 @@ def choose_transport(problem: Problem, sizes: RowBytes) -> Decision:
         return by_heads
     rows = max(map(sum, exchanged(problem)))
     if not rows:
-        return Decision("local", "no rank needs a key of another one")
+        return Decision("local", "no rank needs a key of another rank")
     shard = problem.num_kv_heads * problem.layout.local_len * len(problem.documents)
     size, own = rows * sizes.row_bytes, shard * sizes.row_bytes
     needs = f"the busiest of {p} ranks needs {_mib(size)} of keys and values of others"

@@ -21,7 +21,7 @@ from .plans import plan_rank
 from .problem import Problem
 from .traffic import Bytes, RankTraffic, RowBytes, ring_traffic
 
-#: A rank's heads are exchanged in at most so many pieces, one of which travels while another is computed.
+#: A rank's heads are exchanged in at most this many pieces: a piece travels while the one before is computed.
 MOST_PIECES = 4
 
 
@@ -113,7 +113,7 @@ def problem_of_heads(problem: Problem, heads: Heads) -> Problem:
 
 
 def rows_of_member(problem: Problem, place: Place, batch_row: int = 0) -> tuple[range, ...]:
-    """Returns the runs of a member's tokens among the rows of its group, in the order in which it holds them."""
+    """Returns the runs of a member's tokens among the rows of its group, in its order."""
     of_group = layout_of_groups(problem).placed_pieces(place.group, batch_row)
     runs = []
     for run in problem.layout.pieces(place.group * group_size(problem) + place.member, batch_row):

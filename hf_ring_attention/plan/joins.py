@@ -1,4 +1,4 @@
-"""Which tiles of unequal lengths share a kernel call, from integers alone."""
+"""Which tiles of unequal lengths share a kernel call, as integers."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class TileKinds(NamedTuple):
     rows: int = 0  # of the shortest tile of exact attention; 0 for other patterns
     whole_rows: bool = False  # whether they are exact documents of rows that one rank holds
     few_queries: bool = False  # whether fewer than FEW_QUERIES queries read keys from a cache
-    full_rows: bool = False  # whether each row is one document, so that the layout alone decides their lengths
+    full_rows: bool = False  # whether each row is one document, so that only the layout decides their lengths
 
     def __str__(self) -> str:
         if self.few_queries:
@@ -120,7 +120,7 @@ def reason_against(name: str, device: DeviceFacts, call: CallFacts) -> str | Non
         "cudnn": [
             *of_halves,
             # Older ones access memory beyond tiles of other lengths than multiples of 128 (pytorch#169849).
-            (not device.has_cudnn, "torch has no cuDNN, or one that is older than 9.15.1"),
+            (not device.has_cudnn, "torch has no cuDNN 9.15.1 or newer"),
             (device.deterministic, "it is not deterministic, and torch.use_deterministic_algorithms is on"),
             (odd_widths, f"head sizes must be multiples of 8 up to 128, got {call.head_dim} and {call.value_dim}"),
             (is_short, f"it takes full and causal tiles of {FEWEST_CUDNN_ROWS} rows or more, and some tiles are not"),

@@ -1,4 +1,4 @@
-"""Sequence layouts: which tokens of a sequence each rank holds, and in which order."""
+"""Sequence layouts: the tokens of a sequence that each rank holds, and their order."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class SequenceLayout:
         return self.padded_len // self.world_size
 
     def pieces(self, rank: int, row: int = 0) -> tuple[range, ...]:
-        """Returns the runs of a batch row's tokens that `rank` holds, in the order in which it holds them.
+        """Returns the runs of a batch row's tokens that `rank` holds, in its order.
 
         Raises:
             ValueError: a rank outside the layout.

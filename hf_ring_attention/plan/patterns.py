@@ -1,4 +1,4 @@
-"""Attention patterns: the keys that a query sees, defined on token positions alone.
+"""Attention patterns: the keys that a query sees, defined only by token positions.
 
 A position is a token's index inside its document. A `Pattern` is a tuple of branches; `Pattern.multiplicity` is the
 definition that every other module executes and that the reference implementation evaluates directly.
@@ -117,7 +117,7 @@ class Pattern:
     def by_kv_head(cls, patterns: Sequence[Pattern | str]) -> Pattern:
         """Makes a pattern whose heads differ: one pattern for each key/value head and the query heads that share it.
 
-        A few heads of a model look far back, and the others need a window with sinks alone (DuoAttention,
+        A few heads of a model look far back, and the others need only a window with sinks (DuoAttention,
         arXiv 2410.10819).
 
         Args:

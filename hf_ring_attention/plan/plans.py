@@ -1,4 +1,4 @@
-"""The tiles of every rank, in batches of one shape, from integers alone.
+"""The tiles of every rank, in batches of one shape, as integers.
 
 Every rank can compute every rank's plan, so nothing is negotiated: each rank expects exactly the rows that the others send.
 """

@@ -68,7 +68,7 @@ def documents_of(documents: Sequence[Sequence[tuple[int, int]]] | None, seq_len:
 
 @lru_cache(maxsize=64)
 def _check_order(layout: SequenceLayout, documents: Documents) -> None:
-    """Refuses a layout in which a rank holds tokens of a document out of their order."""
+    """Refuses a layout that gives a rank tokens of a document out of their order."""
     for row, spans in enumerate(documents):
         starts, stops = [start for start, _ in spans], [stop for _, stop in spans]
         for rank in range(layout.world_size):

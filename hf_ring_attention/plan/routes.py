@@ -1,4 +1,4 @@
-"""The ways of key rows, in integers alone: the rows that each rank needs of the others, and the hops of the ring.
+"""Which key rows each rank needs from the others, and the hops of the ring, as integers.
 
 A set of rows is an integer whose bit i stands for row i, so that unions and differences of any strides are one
 operation each. Needs are exact, since they come from the tiles: a rank needs a row if and only if one of its tiles has it.
@@ -98,7 +98,7 @@ class Lap:
     routes: tuple[tuple[Hop, ...], ...]  # for each source rank the hops of its rows, up to the last rank that needs one
 
     def of_heads(self, heads: range) -> Lap:
-        """Returns the lap with the rows of these heads alone."""
+        """Returns the lap with only the rows of these heads."""
         hops = ((Hop(*(rows.of_heads(heads) for rows in hop)) for hop in route) for route in self.routes)
         return Lap(heads, self.direction, self.with_own, tuple(tuple(h for h in route if h.rows) for route in hops))
 
@@ -112,7 +112,7 @@ class Lap:
         return (rank - step * self.direction) % len(self.routes)
 
     def hop(self, rank: int, step: int) -> Hop | None:
-        """Returns the hop that arrives at `rank` for a step; None if there is none."""
+        """Returns the hop that arrives at `rank` for a step; else None."""
         route = self.routes[self.source(rank, step)]
         return route[step - 1] if 1 <= step <= len(route) else None
 

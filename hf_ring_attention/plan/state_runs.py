@@ -126,7 +126,7 @@ def selective_sums(channels: int, state_size: int) -> int:
 def gathered_traffic(own_bytes: int, world_size: int, without_gradients: int = 0) -> RankTraffic:
     """Returns the bytes that a rank moves and holds to gather equal parts of all ranks, and to send home their gradients.
 
-    The bytes `without_gradients` come along in forward alone.
+    The bytes `without_gradients` travel only in forward.
     """
     peers = world_size - 1
     forward, backward = peers * (own_bytes + without_gradients), peers * own_bytes

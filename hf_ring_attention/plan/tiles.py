@@ -93,14 +93,14 @@ def _borders_of_cell(keys: Progression, region: Region, position: int, count: in
     # A slope may change where an end that moves with the query enters or leaves a piece of the keys, or meets a flat end.
     for at in {at for at, moves in ends if moves}:
         for number, piece_position, piece_length in keys.pieces:
-            meets = -((piece_position - at) // keys.stride)  # the key of the piece at which the first query's end lies
+            meets = -((piece_position - at) // keys.stride)  # the key of the piece where the first query's end lies
             cuts.update(cut for cut in (-meets, piece_length - meets) if 0 < cut < count)
             cuts.update(cut for value in flat if 0 < (cut := value - number - meets) < count)
     return sorted(cuts)
 
 
 class _Trapezoid(NamedTuple):
-    """Queries u, ..., u + rows - 1, of which the i-th sees key numbers [a + i a_slope, b + i b_slope)."""
+    """Queries u, ..., u + rows - 1; the i-th sees key numbers [a + i a_slope, b + i b_slope)."""
 
     u: int
     rows: int
@@ -213,7 +213,7 @@ class BranchOfPhase:
     Attributes:
         number, branch: the number of the branch in its part of the pattern, and among all parts.
         heads: query heads if `per_query_head`, else key/value heads.
-        fold_starts: the residues of queries at which folds begin, ascending; empty for every residue, None without folds.
+        fold_starts: the residues of queries where folds begin, ascending; empty for every residue, None without folds.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class BranchOfPhase:
         self._regions: dict[int, list[Region]] = {}
 
     def _fold_starts(self, branch: Branch) -> list[int]:
-        """Returns the residues at which an end of the keys that the branch adds moves to another key."""
+        """Returns the residues where an end of the keys that the branch adds moves to another key."""
         starts: set[int] = set()
         covers = covering(self.pattern, self.number) if self.pattern.overlap == "once" else []
         for earlier in (branch, *covers):

@@ -1,4 +1,4 @@
-"""The bytes that each transport moves in a call, and its buffers, from integers alone."""
+"""The bytes that each transport moves in a call, and its buffers, as integers."""
 
 from __future__ import annotations
 

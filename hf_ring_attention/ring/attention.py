@@ -46,7 +46,7 @@ def ring_attention(
         k: [B, Hkv, n, D]; H is a multiple of Hkv, and query head h reads key/value head h // (H / Hkv).
         v: [B, Hkv, n, Dv].
         pattern: the keys that a query sees: a `Pattern` or its text.
-        ring: the ranks that share the sequences; None for this process alone.
+        ring: the ranks that share the sequences; None for this process.
         layout: the division of the sequences; None for `ring.layout_for(n * ring.world_size, pattern)`, without padding.
         causal: whether a query sees only itself and earlier keys.
         scale: factor of the scores, above 0; None for D ** -0.5.

@@ -27,7 +27,7 @@ class Kept:
     binding: Any
     size: int  # the bytes of its tensors
     parts: int  # the number of its tensors and data classes
-    round: int  # in which it was made
+    round: int  # when it was made
 
 
 class PlannedCalls:
@@ -45,7 +45,7 @@ class PlannedCalls:
         self.max_bytes, self.max_parts = max_bytes, max_parts
         self.nbytes, self._parts = 0, 0
         self._calls: dict[Hashable, Any] = {}  # the oldest first
-        #: Returns what was planned for an equal call; None if there is nothing.
+        #: Returns the planned call that is equal, else None.
         self.find: Callable[[Hashable], Any] = self._calls.get
         self._users: Counter[Kept] = Counter()  # the number of calls that share a binding
         self._lock = threading.Lock()
@@ -92,12 +92,12 @@ class Bindings:
             return sum(kept.size for kept in self._ahead.values())
 
     def of(self, bind: Callable[..., Any], *call: Any) -> Kept:
-        """Returns bind(*call), or the binding that an equal call has, or that was made ahead of this one."""
+        """Returns bind(*call), or the binding that an equal call has, or that was made ahead."""
         key = (bind, *call)
         with self._lock:
             kept, ahead = self._shared.get(key), self._ahead.pop(key, None)
         if ahead is not None:
-            for x in _parts_of(ahead.binding):  # Another stream must not reuse its memory before this one is done.
+            for x in _parts_of(ahead.binding):  # Another stream must not reuse its memory before this stream is done.
                 if isinstance(x, Tensor) and x.is_cuda:
                     x.record_stream(torch.cuda.current_stream(x.device))
         if kept is None:

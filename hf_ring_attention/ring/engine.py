@@ -41,8 +41,8 @@ class Execution(NamedTuple):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, with_lse: bool = False) -> ForwardResults:
         """q [B, H, n, D], k [B, Hkv, n, D], v [B, Hkv, n, Dv] of this rank -> out [B, H, n, Dv], lse [B, H, n].
 
-        The backward pass needs q, k, v, out and lse alone. By the heads transport it needs those of each piece of the heads
-        instead, so that it moves gradients alone; the lse that is returned is empty without `with_lse`.
+        The backward pass needs only q, k, v, out and lse. By the heads transport it needs these tensors of each piece of the
+        heads instead, so that it moves only gradients; the lse that is returned is empty without `with_lse`.
         """
         if isinstance(self.transport, HeadsTransport):
             out, lse, passes = _heads_forward(q, k, v, sinks, self, with_lse)

@@ -22,8 +22,8 @@ _DATA_NAMES = ("dp", "dp_replicate", "dp_shard")
 class Mesh(NamedTuple):
     """The place of this process on the mesh."""
 
-    group: dist.ProcessGroup | None  # of its ring; None for a process alone
-    everyone: ProcessGroupCommunicator | None  # reaches all processes that train together; None for a process alone
+    group: dist.ProcessGroup | None  # of its ring; None for a single process
+    everyone: ProcessGroupCommunicator | None  # reaches all processes that train together; None for a single process
     dp_rank: int  # the number of its ring
     dp_size: int  # the number of rings
 
@@ -72,7 +72,7 @@ def _ring_dimension(device_mesh: DeviceMesh) -> DeviceMesh | None:
 
 
 def without_cp(config: Any) -> Any:
-    """Returns a ParallelismConfig by which Accelerate shards models alike, over cp and dp_shard, but no sequences.
+    """Returns a ParallelismConfig that has Accelerate shard models alike, over cp and dp_shard, but no sequences.
 
     With cp_size above 1, Accelerate would drop the masks of layers, and Trainer would cut each row a second time.
     """
@@ -80,7 +80,7 @@ def without_cp(config: Any) -> Any:
 
 
 def communicator_of(group: dist.ProcessGroup | DeviceMesh | None) -> ProcessGroupCommunicator | None:
-    """Returns the communicator of a ring over a group, over a device mesh, or over the world; None for a process alone."""
+    """Returns the communicator of a ring over a group, over a device mesh, or over the world; None for a single process."""
     if isinstance(group, DeviceMesh):
         if group.get_coordinate() is None:
             raise ValueError(f"Ring: rank {dist.get_rank()} of the world is not on the device mesh it was given")

@@ -1,6 +1,6 @@
 """The operators of torch.library behind every call of attention: one forward, one for its backward pass.
 
-A graph of torch.compile holds tensors and constants alone. So a call travels by its number, a tensor [1] on the CPU, and the
+A graph of torch.compile holds only tensors and constants. So a call travels by its number, a tensor [1] on the CPU, and the
 operators look up its plan, its ring and its kernel (`CALLS`). Selective checkpointing keeps the results of the forward
 operator, and the backward pass then repeats neither attention nor its messages.
 """
@@ -45,7 +45,7 @@ def check_not_traced() -> None:
 
 
 def is_recorded(*tensors: Tensor | None) -> bool:
-    """Returns whether a backward pass will come, in which all ranks take part or none."""
+    """Returns whether a backward pass will come; then it comes on all ranks."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
@@ -161,7 +161,7 @@ def _save_call(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> No
     (q, k, v, sinks, call, *ctx.constants), (out, lse, *saved) = inputs, output
     ctx.mark_non_differentiable(lse, *itertools.chain(*saved))
     ctx.call, ctx.by_heads, in_graph = None, bool(saved), type(call) is not Tensor
-    if not in_graph:  # The call of this very forward pass, kept alive: a recomputation makes another one.
+    if not in_graph:  # The call of this very forward pass, kept alive: a recomputation makes another call.
         ctx.call, ctx.source = call, CALLS[int(call)]
     ctx.save_for_backward(sinks, *(saved[0] if saved else (q, k, v, out, lse)), *[call] * in_graph)
 
@@ -207,7 +207,7 @@ def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManage
     """
     names = torch.ops.hf_ring_attention
     operators = [names.attend.default, names.attend_by_heads.default]
-    if torch.compiler.is_compiling():  # Graphs take torch's contexts alone, which do less (`kept_results`).
+    if torch.compiler.is_compiling():  # Graphs take only torch's contexts, which do less (`kept_results`).
         contexts: Any = create_selective_checkpoint_contexts(operators)
         return contexts
     return kept_results([*operators, names.begin_call.default])  # A compiled layer then names the same call again.

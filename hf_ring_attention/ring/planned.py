@@ -52,7 +52,7 @@ def planned_call(
     with_lse: bool = False,
     recorded_in_graph: bool | None = None,
 ) -> Planned:
-    """Returns what was planned for an equal call; the first time, checks the call on all ranks and plans it.
+    """Returns the planned call that is equal; if there is none yet, checks the call on all ranks and plans it.
 
     With keys from a cache, every rank of a ring has the same queries and its own part of the keys. Ranks merge their results,
     so one row of (out, lse) moves for each query and rank, whatever the length of the cache.

@@ -37,7 +37,7 @@ THREAD = "ring-planner"
 #: The most batches that are remembered until their calls come.
 _MOST_BATCHES = 64
 
-#: The rows of a batch; calls of one kind differ in these alone.
+#: The rows of a batch; calls of one kind differ only in these.
 _BatchRows = tuple[SequenceLayout, Documents]
 
 
@@ -50,7 +50,7 @@ class CallKey(NamedTuple):
     joining: Hashable
 
     def with_rows(self, layout: SequenceLayout, documents: Documents) -> CallKey:
-        """Returns the key of a call that differs in its rows alone."""
+        """Returns the key of a call that differs only in its rows."""
         return self._replace(problem=replace(self.problem, layout=layout, documents=documents))
 
 
@@ -67,7 +67,7 @@ def in_turn(problem: Problem) -> Iterator[None]:
 
 
 def _decided(transport: str, key: CallKey, rank: int) -> tuple[Decision, tuple[Any, ...]]:
-    """Returns the transport of a call, and the function and arguments by which `Bindings` makes its binding."""
+    """Returns the transport of a call, and the function and arguments that make its binding."""
     problem, decision = decide_call(transport, key.problem, key.sizes)
     return decision, (TRANSPORTS[decision.choice].bind, problem, rank, key.device, key.joining)
 
@@ -86,7 +86,7 @@ class Planner:
         self._logged: set[str] = set()
         #: The batch of the last call, and after it the expected batches in their order.
         self.batches: OrderedDict[_BatchRows, None] = OrderedDict()
-        #: Kinds of calls, by the last round in which one came with the rows of an expected batch.
+        #: Kinds of calls, and the last round that had such a call with the rows of an expected batch.
         self._kinds: dict[CallKey, int] = {}
         self._jobs: deque[tuple[CallKey, _BatchRows]] = deque()
         #: A round is some batches that are expected together, and then their calls.
@@ -115,7 +115,7 @@ class Planner:
         return kept, make(kept.binding, self._communicator, self._traffic)
 
     def learn(self, key: CallKey) -> None:
-        """Remembers the kind of a call that came, and plans it for the batches that are expected after this one."""
+        """Remembers the kind of a call that came, and plans it for the batches that are expected after its batch."""
         if not self.batches or key.device.type not in ("cpu", "cuda"):
             return
         rows = key.problem.layout, key.problem.documents

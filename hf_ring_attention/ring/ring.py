@@ -39,7 +39,7 @@ class Ring:
 
     Args:
         group: a torch.distributed process group; a DeviceMesh of one dimension, or with one dimension called "cp" or "ring";
-            None for the whole world, or for this process alone if torch.distributed is not initialized.
+            None for the whole world, or for this process if torch.distributed is not initialized.
         layout: "contiguous", "zigzag", "documents" (pieces made for the documents of each batch), or "auto": the first of
             these that gives the ranks about equal work.
         transport: how keys and values reach other ranks. "ring": from neighbour to neighbour, two payloads held.
@@ -302,7 +302,7 @@ class Ring:
     def agreement(
         self, call: str, *, everywhere: bool = False, by_digest: bool = False
     ) -> AbstractContextManager[Agreement]:
-        """Returns a context in which this rank checks its part of a call: all ranks go on with equal values, or all raise.
+        """Returns a context for this rank's checks of its part of a call: all ranks go on with equal values, or all raise.
 
         Args:
             everywhere: whether all processes that train together agree, not only the ranks of this ring.

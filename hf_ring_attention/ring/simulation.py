@@ -82,7 +82,7 @@ def run_simulated(
         ):
             return function(ring)
 
-    failed: list[Future[Result]] = []  # in the order in which they failed
+    failed: list[Future[Result]] = []  # the first failure first
 
     def depart(communicator: SimulatedCommunicator, future: Future[Result]) -> None:
         error = future.exception()

@@ -15,7 +15,7 @@ from torch import Tensor
 from .communicators import Communicator, Message
 from .waits import named, naming_errors
 
-#: The errors by which one rank may refuse a call; they end the call on all ranks.
+#: The errors that refuse a call on one rank, and so end it on all ranks.
 REFUSALS = (ValueError, TypeError, AttributeError, IndexError, KeyError, RuntimeError, OSError)
 
 #: Stands for the digest of a rank that has not come.
@@ -128,7 +128,7 @@ class Calls:
     """The calls of one rank of a ring so far, and their comparison with the calls of the other ranks.
 
     Before every call, each rank compares 8 bytes with each other rank. This holds for repeated calls too: another rank may
-    refuse this one or do something else, and would leave this rank waiting for rows that never come. The bytes travel between
+    refuse this call or do something else, and would leave this rank waiting for rows that never come. The bytes travel between
     CPUs (`ProcessGroupCommunicator`), so nobody waits for a device.
     """
 
@@ -146,14 +146,14 @@ class Calls:
             Agreement(self._communicator, "rank", call, values, digest=digest).settle()
 
     def next_number(self) -> int:
-        """Returns the number of a call among those that recorded gradients; 0 for a rank alone."""
+        """Returns the number of a call among those that recorded gradients; 0 for a ring of one rank."""
         if is_alone(self._communicator):
             return 0
         self._count += 1
         return self._count
 
     def take_back(self, number: int) -> None:
-        """Takes back the last number, of a call on which the ranks disagree."""
+        """Takes back the last number, because the ranks disagree on its call."""
         self._count -= bool(number)
 
     def compare_backward(self, number: int) -> None:

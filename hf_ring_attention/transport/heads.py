@@ -61,7 +61,7 @@ def bind_heads(problem: Problem, rank: int, device: torch.device, joining: Hasha
 
 
 def _rows_of_runs(problem: Problem, place: Place) -> Iterator[RowsOfRun]:
-    """Yields the runs of a member's tokens, in the order in which it holds them; all batch rows together if they are alike."""
+    """Yields the runs of a member's tokens, in its order; all batch rows together if they are alike."""
     count = len(problem.layout.rows)
     for row in range(count or 1):
         runs = rows_of_member(problem, place, row)

@@ -83,7 +83,7 @@ class RowSet:
 
 
 class Payload:
-    """Key rows in the order in which they are sent: by batch row, head, row."""
+    """Key rows in the order of sending: by batch row, head, row."""
 
     def __init__(self, rows: KeyRows, problem: Problem, heads: range, device: torch.device) -> None:
         count, local_len = problem.num_kv_heads, problem.layout.local_len
@@ -105,7 +105,7 @@ class Payload:
         return torch.searchsorted(self.numbers, numbers)
 
     def row_set(self, part: Payload) -> RowSet:
-        """Returns the rows of another payload, a part of this one, as rows of this one."""
+        """Returns the rows of a smaller payload as rows of this payload."""
         return RowSet.of(self.places(part.numbers), len(self.numbers))
 
 

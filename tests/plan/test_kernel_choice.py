@@ -91,7 +91,7 @@ def test_reasons_name_what_was_refused_before():
         ("flash", {"capability": (7, 0)}, call(dtype="float16"), "compute capability 8.0, and the device has 7.0"),
         ("efficient", {"capability": (7, 5)}, call(), "bfloat16 needs compute capability 8.0"),
         ("flash", {"has_flash": False}, call(), "torch was built without it"),
-        ("cudnn", {"has_cudnn": False}, call(LONG), "torch has no cuDNN, or one that is older than 9.15.1"),
+        ("cudnn", {"has_cudnn": False}, call(LONG), "torch has no cuDNN 9.15.1 or newer"),
         ("cudnn", {"deterministic": True}, call(LONG), "it is not deterministic"),
         ("cudnn", {}, call(ANY), "full and causal tiles of 64 rows or more"),
         ("cudnn", {}, call(LONG, head_dim=132), "multiples of 8 up to 128, got 132 and 128"),

@@ -83,7 +83,7 @@ def why_not_fused(device: torch.device, dtype: torch.dtype, head_dim: int, value
 def fused_kernel(
     device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, softcap: float | None = None
 ) -> Fused:
-    """Makes the kernels for a device on which they can run."""
+    """Makes the kernels for a device that can run them."""
     capability: tuple[int, int] | None = (9, 0)  # The interpreter takes any blocks.
     if device.type == "cuda":
         capability = None if torch.version.hip is not None else torch.cuda.get_device_capability(device)

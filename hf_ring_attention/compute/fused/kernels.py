@@ -57,7 +57,7 @@ def _visible_keys(tile, x, exists):
 
 @triton.jit
 def _stretches(low, high, inside, exists, BLOCK_N: tl.constexpr):
-    """Returns where the keys of a block of rows start and stop, and the part in which no block of keys needs a mask."""
+    """Returns where the keys of a block of rows start and stop, and the part where no block of keys needs a mask."""
     stop = tl.max(high, 0)
     start = tl.minimum(tl.min(low, 0), stop)
     # The keys that all rows see, if all rows are in the tile.

@@ -245,7 +245,7 @@ def _in_payload(signatures: _Signatures, sizes: Sizes, places: Places) -> _Tiles
     tile, j = _expanded(tiles.nk)
     place = places(first[tile] + tiles.k0[tile] + tiles.ks[tile] * j)
     distance = np.diff(place, append=0)
-    # A part ends before a key that is not as far from its predecessor as that one was from its own.
+    # A part ends where the distance between keys changes.
     starts = j == 0
     starts[2:] |= (j[2:] > 1) & (distance[1:-1] != distance[:-2])
     at = np.flatnonzero(starts)
