@@ -171,7 +171,7 @@ def _parts_of_keys(rows: int, width: int, fold_size: int, q: Tensor) -> tuple[li
 
 
 def folds_are_heads(batch: TileBatch) -> bool:
-    """Returns whether rows of folds are heads of their own: in triangles, and in bands with cut keys or a large mask."""
+    """Returns whether rows of folds are separate heads: in triangles, and in bands with cut keys or a large mask."""
     width = batch.num_keys - batch.num_queries + 1
     return batch.shape == "causal" or width >= CUT_FROM or FEWEST_ROWS * batch.fold_size * width > LARGEST_MASK
 

@@ -1,4 +1,4 @@
-"""Partial attention results, (out, lse), their merge, and sinks with logits of their own.
+"""Partial attention results, (out, lse), their merge, and sinks with learned logits.
 
 Merging two parts of one softmax (Milakov & Gimelshein, arXiv 1805.02867; Ring Attention, arXiv 2310.01889): with
 w = 1 / (1 + exp(lse_a - lse_b)), out = out_a + w (out_b - out_a) and lse = log(exp(lse_a) + exp(lse_b)).

@@ -253,7 +253,7 @@ def _wraps_a_layer(module: nn.Module) -> bool:
 
 
 def set_checkpointing(module: nn.Module, function: Any) -> None:
-    """Makes a module checkpoint its forward pass by this function, in place of its own."""
+    """Makes a module checkpoint its forward pass by another function."""
     if _wraps_a_layer(module):
         module.checkpoint_fn = function
     else:

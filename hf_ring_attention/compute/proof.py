@@ -56,7 +56,7 @@ def fault_of(
     with _LOCK:
         if key not in _FAULTS:
             logger.info("kernel %s computes its proof on %s for %s, and may be compiled", kernel.name, device, dtype)
-            # A thread of its own has no modes, autocast or gradients of the caller, and changes none.
+            # A separate thread has no modes, autocast or gradients of the caller, and changes none.
             with ThreadPoolExecutor(1, thread_name_prefix="proof") as thread:
                 found = thread.submit(_fault, kernel, softcap, exact, device, dtype, *sizes)
             error = found.exception()

@@ -103,7 +103,7 @@ def _layer_attention(module: nn.Module, tensors: _Tensors, mask: Tensor | None, 
         rows, queries = padding_first(valid).to(query.device), padding_first(asking)
         query, key, value = _reordered(query, queries), _reordered(key, rows), _reordered(value, rows)
     out = planned(query, key, value, sinks)[0]
-    # A calibration chooses no pattern for layers with a window or chunks of their own.
+    # A calibration chooses no pattern for layers with the model's window or chunks.
     tap = getattr(module, TAP, None)
     if tap is not None and planned.call.held is None and _of_model(module, tokens, settings[2]) is None:
         out = tap(module, query, key, value, out, planned.arguments() | {"sinks": sinks})

@@ -32,7 +32,7 @@ _HINT = (
     "without them"
 )
 
-#: The types of layers with a window, or chunks, of their own.
+#: The types of layers with a window, or chunks, in the model itself.
 _WINDOWS = ("sliding_attention", "chunked_attention")
 
 
@@ -269,7 +269,7 @@ def _checked_layers(layers: Iterable[int] | None, count: int) -> Iterator[int]:
 
 
 def _check_calibration(calibration: PatternsOfLayers, config: PretrainedConfig) -> None:
-    """Refuses a calibration of another model: it has a pattern for each layer without a window or chunks of its own."""
+    """Refuses a calibration of another model: it has a pattern for each layer that has no window or chunks in the model."""
     name, count, types = class_name(config), config.num_hidden_layers, getattr(config, "layer_types", None) or ()
     needed = {number for number, kind in enumerate(types) if kind == "full_attention"}
     if not types and config.model_type not in MIXERS and not _has_windows(config):

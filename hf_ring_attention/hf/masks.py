@@ -105,7 +105,7 @@ def ring_dilated_mask(
     written = int(q_offset) + q_length - kv_offset if causal else kv_length
     documents, valid = None, None
     if packed is not None and layout is None and not (now and now.rows and now.rows.from_collator):
-        # Without a mask, Transformers reads documents from positions by a rule of its own, which other implementations follow.
+        # Without a mask, Transformers reads documents from positions by another rule, which other implementations follow.
         documents = documents_from_mask((packed + 1).expand(batch_size, -1))
     elif now is not None and now.documents is not None:
         documents = now.documents

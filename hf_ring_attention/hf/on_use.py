@@ -212,7 +212,7 @@ class OnUse(Tensor):
 
 
 def _bare(values: Values, numbers: Tensor, memory: Memory | None = None, shown: Any = lambda formed: formed) -> OnUse:
-    """Returns an `OnUse` without gradients; it has a memory of its own, or is a view."""
+    """Returns an `OnUse` without gradients; it has new memory, or is a view."""
     width, sample = values.sample.shape[-1], values.sample
     strides, offset = [*(width * x for x in numbers.stride()), 1], width * numbers.storage_offset()
     shape = (*numbers.shape, width)

@@ -25,7 +25,7 @@ from .mixers import STATES_INSIDE, attach, check_parameters
 def mixers_of(model: nn.Module, config: PretrainedConfig) -> list[tuple[str, nn.Module]]:
     """Returns the mixers of a text model with their paths."""
     name = MIXERS.get(config.model_type)
-    # FSDP 2 makes a class of its own for each module that it shards.
+    # FSDP 2 makes a new class for each module that it shards.
     return [(path, x) for path, x in model.named_modules() if any(kind.__name__ == name for kind in type(x).__mro__)]
 
 
@@ -142,7 +142,7 @@ class ShardedHybridCache(ShardedCache):
 
 
 class _LinearStates(ShardedHybridCache):
-    """A sharded cache for MiniMax, whose mixers ask for their states by other names, and whose model for a class of its own."""
+    """A sharded cache for MiniMax, whose mixers ask for their states by other names, and whose model asks for another class."""
 
     __len__ = Cache.__len__  # That class keeps states in a list.
 

@@ -77,7 +77,7 @@ def joined(
 ) -> Iterator[list[TileBatch]]:
     """Yields the batches of each call: several if copies and padding of rows cost less than another call.
 
-    A batch for which `is_view` holds needs no copies in a call of its own.
+    A batch for which `is_view` holds needs no copies in a separate call.
     """
     if not isinstance(joining, Joining):
         yield from ([batch] for batch in batches)
@@ -109,7 +109,7 @@ def _kind(batch: TileBatch) -> tuple[object, ...]:
 def _is_cheaper(
     call: list[TileBatch], batch: TileBatch, group: int, joining: Joining, is_view: Callable[[TileBatch], bool]
 ) -> bool:
-    """Returns whether adding a batch to a call is cheaper than a call of its own; the first batch of a call is the longest."""
+    """Returns whether adding a batch to a call is cheaper than a separate call; the first batch of a call is the longest."""
     longest = call[0]
     padded = batch.like(longest)
     if sum(x.like(longest).rows(group) for x in call) + padded.rows(group) > joining.most_rows:

@@ -140,7 +140,7 @@ class Pattern:
 
     @property
     def num_kv_heads(self) -> int | None:
-        """The number of key/value heads that have patterns of their own; None if all heads have the same branches."""
+        """The number of key/value heads with separate patterns; None if all heads have the same branches."""
         return len(self.kv_heads) or None
 
     def of_kv_head(self, kv_head: int) -> Pattern:

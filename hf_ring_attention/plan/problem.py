@@ -92,7 +92,7 @@ class RingSettings:
     large_payload: int = 8
     #: The fewest query rows of a head group, over heads and batch rows: kernels are slower with fewer.
     rows_of_a_head_group: int = 1 << 12
-    #: The most head groups; each has p - 1 hops of its own.
+    #: The most head groups; each has p - 1 separate hops.
     head_groups: int = 8
     #: Rows travel both ways round the ring if that takes at most this share of the bytes of one way.
     both_ways_below: float = 0.75

@@ -88,7 +88,7 @@ def ring_attention(
         number = 0 if ring is None else ring.number
         call = torch.ops.hf_ring_attention.begin_call(q, number, _text_of(pattern), bool(causal), head_shard, *scales)
         out, lse = torch.ops.hf_ring_attention.attend(q, k, v, sinks, call, 0, "", [float(torch.is_grad_enabled())])
-    else:  # Rows of their own would need a graph of their own.
+    else:  # Each division of rows would need a separate graph.
         out, lse = _ring_attention_at_a_break(q, k, v, sinks, arguments, return_lse)
     return (out, lse) if return_lse else out
 

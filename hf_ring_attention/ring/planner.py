@@ -73,7 +73,7 @@ def _decided(transport: str, key: CallKey, rank: int) -> tuple[Decision, tuple[A
 
 
 class Planner:
-    """Plans the calls of one rank: each call when it comes, and calls of expected batches before, in a thread of its own.
+    """Plans the calls of one rank: each call when it comes, and calls of expected batches before, in a separate thread.
 
     Calls teach it the kinds of calls. `expect` announces the rows of a coming batch, and the planner plans them for all kinds
     of the last few batches. It changes no result, and talks to no other rank. The thread ends when all is planned.

@@ -26,7 +26,7 @@ def simulate(
     kernel: str = "auto",
     timeout: float = 300.0,
 ) -> list[Ring]:
-    """Returns the rings of all ranks, in this process; each needs a thread of its own, as in `run_simulated`.
+    """Returns the rings of all ranks, in this process; each needs a separate thread, as in `run_simulated`.
 
     They compute the same as processes would, on the device of the tensors; they are no faster than one rank.
 

@@ -95,7 +95,7 @@ def _attend_keys(
     """Adds the keys [start, stop) of a tile to a block's softmax: acc and total are scaled by 2 ** -most."""
     k0 = tl.load(tile + 4)
     ks = tl.load(tile + 5)
-    # The few blocks with a mask are not worth buffers and registers of their own.
+    # The few blocks with a mask are not worth separate buffers and registers.
     for j0 in tl.range(start, stop, BLOCK_N, num_stages=1 if MASK else None):
         j = j0 + tl.arange(0, BLOCK_N)
         rows = (k0 + j * ks).to(tl.int64)

@@ -7,7 +7,7 @@ i = (x - q0) // qs if (x - q0) % qs < fold and i < nq. It sees the key numbers j
 An *item* is first, step, count, b, hq, hk, and a range of references to the tiles that hold some of its query
 rows first, first + step, ... Its rows are those of some neighbouring query heads from hq on, which share key/value head hk. One
 program of a kernel computes an item. A launch has no query row of a head twice, so it needs no atomic operations. The first
-launch of a rank has all rows, also those without tiles. Rows of dilated queries are far apart, so launches of their own, which
+launch of a rank has all rows, also those without tiles. Rows of dilated queries are far apart, so separate launches, which
 resume the results of the first, take them in blocks of one residue.
 
 A *key item* is a block of keys of a tile: tile, j0, count, b, hq, hk, and a range of the tile's query rows that see some of
@@ -30,7 +30,7 @@ Numbers = TypeVar("Numbers")
 #: Takes the numbers of key rows in a [B, Hkv, rows] tensor to their rows in a payload.
 Places = Callable[[Integers], Integers]
 
-#: Rows of queries at equal distances are a launch of their own only if they have at least so many rows.
+#: Strided queries get a separate launch from this many rows on.
 _FEWEST_STRIDED = 16
 #: A key item has at most this many rows, or a share of all rows that leaves each processor of a GPU many items.
 _MOST_ROWS, _KEY_ITEMS = 2048, 4096
@@ -201,7 +201,7 @@ class _Signatures:
     """Sets of units that share all tiles, and their tiles, one set after the other.
 
     Args:
-        apart: whether each unit is a set of its own, since its keys lie elsewhere in a payload.
+        apart: whether each unit is a separate set, since its keys lie elsewhere in a payload.
     """
 
     def __init__(self, units: list[tuple[list[int], _Units]], tiles: _Tiles, apart: bool) -> None:
@@ -283,7 +283,7 @@ def _launches(
     launches = []
     for distance in sorted({1, *step.tolist()} if complete else {*step.tolist()}):
         mine = np.flatnonzero(step == distance)
-        # Each row of a fold is of a residue of its own.
+        # The rows of a fold have different residues.
         entry, within = _expanded(tiles.fold[mine] if distance > 1 else np.ones(len(mine), np.int64))
         of_row, tile = tiles.take(mine[entry]), mine[entry]
         number, residue = np.divmod(of_row.q0 + within, distance)
