@@ -6,6 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -146,8 +147,7 @@ def _planned(
     # All that decides the checks and the call.
     kind = (
         type(module),
-        tokens,
-        tokens.valid is None,
+        *((tokens, None) if tokens.valid is None else (replace(tokens, valid=None), "padding inside")),
         tokens.causal is None and (_own_branch(module, settings[2]), getattr(module, "is_causal", True)),
         *(now.patterns.get(None), now.patterns.get(number), len(now.patterns)),
         *(now.decides, now.skipped and number, now.runner is module, settings[:4]),
