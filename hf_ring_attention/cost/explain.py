@@ -154,7 +154,8 @@ def explain(
     numbers = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim}
     for name, number in (numbers | {"batch_size": batch_size}).items():
         check_count("explain", name, number)
-    SequenceLayout("contiguous", seq_len, world_size)  # It refuses lengths and world sizes below 1.
+    # Layouts refuse lengths and world sizes below 1.
+    layouts = [SequenceLayout(kind, seq_len, world_size) for kind in ("contiguous", "zigzag")]
     given_rows = documents_of(documents, seq_len, "explain")
     rows = (((0, seq_len),),) * batch_size if given_rows is None else given_rows
     if isinstance(layout, SequenceLayout):
@@ -170,7 +171,6 @@ def explain(
     pairs = {"ring": by_tokens, "collective": by_tokens}
     if by_heads:
         pairs["heads"] = [heads_pairs(problem, rank) for rank in ranks]
-    layouts = [SequenceLayout("contiguous", seq_len, world_size), SequenceLayout("zigzag", seq_len, world_size)]
     layouts.append(balanced_layout(seq_len, world_size, pattern, rows))
     work = pairs["heads" if decision.choice == "heads" else "ring"]
     lengths = [stop - start for row in rows for start, stop in row]

@@ -86,8 +86,8 @@ def explain_layers(
 ) -> StepExplanation:
     """Explains one step of all layers, by the arguments and with the errors of `explain`, but without the heads."""
     calls = explain_patterns(attention, batch_size=batch_size, dtype=dtype, **call)
-    layers = attention.layers_of_patterns()
-    counts = [(len(numbers), calls[pattern]) for pattern, numbers in layers.items()]
+    of_layers = [(numbers, calls[pattern]) for pattern, numbers in attention.layers_of_patterns().items()]
+    counts = [(len(numbers), call) for numbers, call in of_layers]
     layout, mixers = calls[attention.base].layout, None
     moved = [(count, call.traffic()) for count, call in counts]
     if attention.mixers is not None:
@@ -103,7 +103,7 @@ def explain_layers(
     buffers = max(of[rank].buffers for _, of in moved for rank in ranks)  # One layer at a time has some.
     return StepExplanation(
         base=calls[attention.base],
-        calls=[(numbers, calls[pattern]) for pattern, numbers in layers.items()],
+        calls=of_layers,
         mixers=mixers,
         flops=max(flops),
         imbalance=busiest_over_mean(flops),

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
-from ..hf.loss_bytes import tokens_at_once
 from ..plan.branches import check_choice, check_count
 
 if TYPE_CHECKING:  # The command line reads its choices here, and loads Transformers later.
@@ -173,14 +172,6 @@ def workspace_part(attention: ModelAttention, setting: TrainingSetting, exact: b
     formula = f"{kernel}: {rows:,} rows x {heads} heads x {numbers} bytes"
     size = rows * heads * numbers * (setting.device == "cuda")
     return MemoryPart("workspace of attention", size, formula, "torch's mha_bwd; compute/fused")
-
-
-def logits_part(shape: ModelShape, setting: TrainingSetting) -> MemoryPart:
-    """Returns a slice of the loss. Its backward holds the logarithms of probabilities and two gradients, in float32."""
-    tokens = setting.local_tokens
-    at_once = min(tokens, tokens_at_once(tokens, shape.width, shape.vocabulary))
-    formula = f"{at_once:,} tokens x {shape.vocabulary:,} words x 12 bytes"
-    return MemoryPart("logits", at_once * shape.vocabulary * 12, formula, "a slice of the loss (hf/lm_loss.py)")
 
 
 def gradients_part(setting: TrainingSetting, parameters: int) -> MemoryPart:
