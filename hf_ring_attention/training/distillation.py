@@ -18,6 +18,7 @@ from ..hf.lm_loss import IGNORED
 from ..hf.on_use import values_of
 from ..hf.output_layer import wrap_head
 from ..hf.support import check_predicts_next
+from ..hf.values import Values
 from ..hf.wrappers import ATTACHMENT, evaluating, unwrapped, whole_model, wrapped_modules
 
 
@@ -79,18 +80,27 @@ def _peft_of(model: nn.Module) -> Any:
 
 def _hidden_of_teacher(model: nn.Module, inner: PreTrainedModel, inputs: Mapping[str, Any]) -> Tensor:
     """Returns [B, n local, width] the last hidden states of a model under exact attention, without adapters and dropout."""
-    head = inner.get_output_embeddings()
-    if head is not None:
-        wrap_head(head)
-    with exact_attention(model), _without_adapters(model), evaluating(inner), running_with(on_use=True):
-        output = model(**inputs)
-    found = values_of(output["logits"] if isinstance(output, Mapping) else output[0])
+    with exact_attention(model), _without_adapters(model), evaluating(inner):
+        _, found = logits_on_use(model, inner.get_output_embeddings(), inputs)
     if found is None:
         raise NotImplementedError(
             f"distillation_loss: {type(inner).__name__} computes with its logits beyond each number, so they cannot be formed "
             f"in slices"
         )
     return found.part
+
+
+def logits_on_use(model: nn.Module, head: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, Values | None]:
+    """Runs a model, whose output layer is `head`, if it has one. Returns its logits, which are formed when they are used.
+
+    The values hold this rank's hidden states; None if the model has formed its logits already.
+    """
+    if head is not None:
+        wrap_head(head)
+    with running_with(on_use=True):
+        output = model(**inputs)
+    logits: Tensor = output["logits"] if isinstance(output, Mapping) else output[0]
+    return logits, values_of(logits)
 
 
 def _divergence(model: nn.Module, teacher: Tensor, head: Head, hidden: Tensor, labels: Tensor, place: slice) -> Tensor:
