@@ -108,9 +108,7 @@ class RingTrainerMixin(_Trainer):
     """
 
     ring: Ring
-    _SETTINGS = (
-        "ring_size ring_layout ring_transport ring_heads ring_kernel ring_keep_attention offload_activations".split()
-    )
+    _SETTINGS = tuple(RingTrainingArguments.__annotations__)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.ring_settings = {name: kwargs.pop(name) for name in self._SETTINGS if name in kwargs}
