@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from ..hf.loss_bytes import tokens_at_once
 from ..hybrids.mixers import MOST_GATHERED
+from ..plan.choices import COLLECTIVE_BYTES
 from ..plan.layouts import LayoutKind
 from ..plan.patterns import Pattern, as_pattern
 from .explain import Explanation
@@ -287,19 +288,22 @@ def buffers_part(transport: str, size: int, source: str) -> MemoryPart:
 def _bound_of_buffers(attention: ModelAttention, setting: TrainingSetting) -> MemoryPart:
     """Returns a bound of the buffers of any transport that "auto" takes, without a plan, for searches over many lengths.
 
-    The ring holds at most three payloads and three sets of float32 gradients, of at most the rows of a rank
-    (`plan.traffic.ring_traffic`). An exchange of heads holds two pieces, sent and received, of queries, keys and values.
+    The ring holds at most three payloads of at most the rows of a rank, and three messages with their float32 gradients, beside
+    as many gradients that are done (`plan.traffic.ring_traffic`). Under exact attention in a zigzag, no gradient is done before
+    the last hop. A collective sends about as many rows as it receives (`plan.traffic.collective_traffic`), and "auto" takes it
+    for few bytes. An exchange of heads holds two pieces, sent and received, of queries, keys and values.
     """
     if setting.ring_size == 1:
         return buffers_part("local", 0, "one rank")
     size, tokens, kv_heads = setting.number_bytes, setting.local_tokens, attention.num_kv_heads
-    widths = attention.head_dim + attention.value_dim
-    ring = 3 * tokens * kv_heads * widths * (size + 4)
+    widths, others = attention.head_dim + attention.value_dim, (setting.ring_size - 1) * tokens
+    in_zigzag = {attention.base, *attention.layers} == {Pattern.exact()} and setting.layout in ("auto", "zigzag")
+    row, ring = kv_heads * widths, 3 * tokens * kv_heads * widths * (size + (4 if in_zigzag else 8))
     if setting.transport == "collective" and Pattern.exact() in attention.layers:
-        rows = (setting.ring_size - 1) * tokens  # As many are received as sent (`plan.traffic.collective_traffic`).
-        return buffers_part("collective", rows * kv_heads * widths * (size + 8), "a bound: the rows of all other ranks")
+        return buffers_part("collective", others * row * (size + 8), "a bound: the rows of all other ranks")
     if setting.transport != "heads":
-        return buffers_part("any", ring, "a bound: three payloads with their gradients")
+        few = min(others, COLLECTIVE_BYTES // (row * size)) * row * (size + 8)
+        return buffers_part("any", max(ring, few), "a bound: three payloads with their gradients")
     group = setting.heads or setting.ring_size
     by_heads = 2 * tokens * (attention.num_heads + max(kv_heads, group)) * widths * size * (group - 1) // group
     rings = ring if group < setting.ring_size else 0
