@@ -28,6 +28,16 @@ def number_bytes(dtype: Any) -> tuple[int, int]:
     return size, max(4, size)
 
 
+def busiest_traffic(calls: Sequence[tuple[int, Sequence[RankTraffic]]]) -> RankTraffic:
+    """Returns the most bytes that any rank moves in calls, each made this many times, and that it holds in one of them."""
+    ranks = range(len(calls[0][1]))
+    forward, backward = (
+        Bytes(*(max(sum(n * getattr(of[rank], way)[end] for n, of in calls) for rank in ranks) for end in (0, 1)))
+        for way in ("forward", "backward")
+    )
+    return RankTraffic(forward, backward, max(rank.buffers for _, of in calls for rank in of))
+
+
 @dataclass(frozen=True)
 class RankShare:
     """The work of one rank in one attention call, and the bytes that each transport would move and hold."""
@@ -77,10 +87,7 @@ class Explanation:
 
     def busiest(self, transport: str | None = None) -> RankTraffic:
         """Returns the most bytes of any rank by a transport; None for the chosen one."""
-        ranks = self.traffic(transport)
-        ways = ([rank.forward for rank in ranks], [rank.backward for rank in ranks])
-        forward, backward = (Bytes(max(one.sent for one in way), max(one.received for one in way)) for way in ways)
-        return RankTraffic(forward, backward, max(rank.buffers for rank in ranks))
+        return busiest_traffic([(1, self.traffic(transport))])
 
     def __str__(self) -> str:
         layout, flops = self.layout, [share.forward_flops for share in self.ranks]
