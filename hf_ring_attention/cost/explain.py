@@ -182,12 +182,8 @@ def explain(
     work = pairs["heads" if decision.choice == "heads" else "ring"]
     lengths = [stop - start for row in rows for start, stop in row]
     of_exact = num_heads * sum(n * (n + 1) // 2 if causal else n * n for n in lengths)
-
-    def share_of(rank: int) -> RankShare:
-        heads_bytes = heads_traffic(problem, rank, sizes) if by_heads else None
-        moved = ring_traffic(problem, rank, sizes), collective_traffic(problem, rank, sizes), heads_bytes
-        return RankShare(rank, 2 * widths * work[rank], *moved)
-
+    ways: Any = (ring_traffic, collective_traffic, heads_traffic if by_heads else lambda *_: None)
+    moved = [[traffic(problem, rank, sizes) for traffic in ways] for rank in ranks]
     return Explanation(
         pattern=pattern,
         layout=division,
@@ -195,7 +191,7 @@ def explain(
         decision=decision,
         imbalance=busiest_over_mean(work),
         flop_share=sum(work) / (of_exact or 1),
-        ranks=tuple(map(share_of, ranks)),
+        ranks=tuple(RankShare(rank, 2 * widths * work[rank], *moved[rank]) for rank in ranks),
         layouts={layout.kind: estimated_imbalance(layout, pattern, rows) for layout in layouts},
         balance={name: busiest_over_mean(of_ranks) for name, of_ranks in pairs.items()},
     )
