@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ..hf.config import warn_once
 from ..hf.forward_pass import CALL, Head, RingCall, exact_attention, running_with
@@ -65,10 +64,17 @@ def distillation_loss(
             f"trained, and moves with them: add adapters, or watch the loss of texts that are held out"
         )
     call = {"use_cache": False, **batch}
-    hidden = _hidden_of_teacher(model, inner, {name: x for name, x in call.items() if not name.endswith("labels")})
+    inputs = {name: x for name, x in call.items() if not name.endswith("labels")}
+    with exact_attention(model), _without_adapters(model), evaluating(inner):
+        teacher = logits_on_use(model, inner.get_output_embeddings(), inputs)[1]
+    if teacher is None:
+        raise NotImplementedError(
+            f"distillation_loss: {type(inner).__name__} computes with its logits beyond each number, so they cannot be formed "
+            f"in slices"
+        )
     if num_items_in_batch is not None:
         call["num_items_in_batch"] = num_items_in_batch
-    result = model(**call, **{CALL: RingCall(of_slice=partial(_divergence, model, hidden.flatten(0, 1)))})
+    result = model(**call, **{CALL: RingCall(of_slice=partial(_divergence, model, teacher.part.flatten(0, 1)))})
     loss: Tensor = result["loss"] if isinstance(result, Mapping) else result[0]
     return loss
 
@@ -76,18 +82,6 @@ def distillation_loss(
 def _peft_of(model: nn.Module) -> Any:
     """Returns the module with which PEFT wraps a model; None if it does not."""
     return next((module for module in wrapped_modules(model) if hasattr(module, "disable_adapter")), None)
-
-
-def _hidden_of_teacher(model: nn.Module, inner: PreTrainedModel, inputs: Mapping[str, Any]) -> Tensor:
-    """Returns [B, n local, width] the last hidden states of a model under exact attention, without adapters and dropout."""
-    with exact_attention(model), _without_adapters(model), evaluating(inner):
-        _, found = logits_on_use(model, inner.get_output_embeddings(), inputs)
-    if found is None:
-        raise NotImplementedError(
-            f"distillation_loss: {type(inner).__name__} computes with its logits beyond each number, so they cannot be formed "
-            f"in slices"
-        )
-    return found.part
 
 
 def logits_on_use(model: nn.Module, head: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, Values | None]:
