@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from ..hf.loss_bytes import tokens_at_once
 from ..hybrids.mixers import MOST_GATHERED
+from ..plan.choices import COLLECTIVE_BYTES
 from ..plan.layouts import LayoutKind
 from ..plan.patterns import Pattern, as_pattern
 from .explain import Explanation
@@ -18,7 +20,6 @@ from .memory import (
     TrainingSetting,
     gradients_part,
     layer_memory,
-    logits_part,
     optimizer_part,
     state_parts,
     total_bytes,
@@ -208,27 +209,23 @@ def _phases(
     shape: ModelShape, setting: TrainingSetting, buffers: Mapping[Pattern, MemoryPart]
 ) -> dict[str, list[MemoryPart]]:
     """Returns the parts of each phase of a step, from the loss to the optimizer."""
-    states, whole = state_parts(shape, setting), setting.ring_size == 1
-    # Layers that do not attend have no pattern.
-    patterns = dict(zip(shape.attention.numbers, shape.attention.layers))
-    memories = [
-        layer_memory(shape, layer, setting, whole and patterns.get(number) == Pattern.exact())
-        for number, layer in enumerate(shape.layers)
-    ]
-    workspaces = {x: workspace_part(shape.attention, setting, x == Pattern.exact()) for x in patterns.values()}
-    done, all_gradients = shape.embedding, gradients_part(setting, shape.parameters)
-    gradients = all_gradients if setting.accumulate else gradients_part(setting, 0)
-    saved = [_saved(shape, setting, memories), _kept(setting, memories)]
-    phases = {"loss": [*states, gradients, *saved, *_in_loss(shape, setting)]}
-    for number in reversed(range(len(memories))):
-        pattern = patterns.get(number)
+    states, whole, exact = state_parts(shape, setting), setting.ring_size == 1, Pattern.exact()
+    patterns = dict(zip(shape.attention.numbers, shape.attention.layers))  # Layers that do not attend have no pattern.
+    layers = [layer_memory(shape, x, setting, whole and patterns.get(n) == exact) for n, x in enumerate(shape.layers)]
+    beside = {x: [buffers[x], workspace_part(shape.attention, setting, x == exact)] for x in patterns.values()}
+
+    def held(parameters: int, saved: int, kept: int) -> list[MemoryPart]:
+        """Returns the states, the gradients of parameters, and the activations of the first layers, saved and kept."""
+        gradients = gradients_part(setting, shape.parameters if setting.accumulate else parameters)
+        return [*states, gradients, _saved(shape, setting, layers[:saved]), _kept(setting, layers[:kept])]
+
+    done, phases = shape.embedding, {"loss": held(0, len(layers), len(layers)) + _in_loss(shape, setting)}
+    for number in reversed(range(len(layers))):
         done += shape.layers[number].parameters - shape.layers[number].shared
-        gradients = all_gradients if setting.accumulate else gradients_part(setting, done)
+        working = _working(setting, layers[number], beside[patterns[number]] if number in patterns else [])
         # The layer that is computed again takes its own output back.
-        saved = [_saved(shape, setting, memories[: number + 1]), _kept(setting, memories[:number])]
-        beside = [] if pattern is None else [buffers[pattern], workspaces[pattern]]
-        working = _working(setting, memories[number], beside)
-        phases[f"backward of layer {number}"] = [*states, gradients, *saved, *working]
+        phases[f"backward of layer {number}"] = held(done, number + 1, number) + working
+    all_gradients = gradients_part(setting, shape.parameters)
     phases["optimizer step"] = [*states, all_gradients, optimizer_part(shape, setting)]
     return phases
 
@@ -247,8 +244,8 @@ def _saved(shape: ModelShape, setting: TrainingSetting, layers: Sequence[LayerMe
 def _kept(setting: TrainingSetting, layers: Sequence[LayerMemory]) -> MemoryPart:
     """Returns the results of attention that checkpointing keeps in these layers."""
     tokens, size = setting.local_tokens, sum(one.kept for one in layers)
-    formula, source = f"{tokens:,} tokens x {size:,} bytes", "out and lse of each layer (ring/operator.py)"
-    formula += f" in {sum(one.kept > 0 for one in layers)} layers"
+    formula = f"{tokens:,} tokens x {size:,} bytes in {sum(one.kept > 0 for one in layers)} layers"
+    source = "out and lse of each layer (ring/operator.py)"
     return MemoryPart("kept attention", tokens * size, formula, source, setting.offload)
 
 
@@ -271,11 +268,14 @@ def _in_loss(shape: ModelShape, setting: TrainingSetting) -> list[MemoryPart]:
     """Returns the parts of the loss, which computes its gradients slice by slice."""
     tokens, numbers = setting.local_tokens, 4 + 3 * setting.number_bytes  # The last norm, its output, and its gradient.
     norm = f"{tokens:,} tokens x {shape.width} x {numbers} bytes"
+    # Backward of a slice holds the logarithms of probabilities and two gradients, in float32.
+    at_once = min(tokens, tokens_at_once(tokens, shape.width, shape.vocabulary))
+    logits = f"{at_once:,} tokens x {shape.vocabulary:,} words x 12 bytes"
     head = f"{shape.embedding:,} x (4 bytes of all slices + {setting.master_bytes} of one)"
     adding = "the loss adds the gradients of slices in float32"
     return [
         MemoryPart("hidden states of the loss", tokens * shape.width * numbers, norm, _SAVED_BY_AUTOGRAD),
-        logits_part(shape, setting),
+        MemoryPart("logits", at_once * shape.vocabulary * 12, logits, "a slice of the loss (hf/lm_loss.py)"),
         MemoryPart("gradient of the head", shape.embedding * (4 + setting.master_bytes), head, adding),
     ]
 
@@ -288,19 +288,22 @@ def buffers_part(transport: str, size: int, source: str) -> MemoryPart:
 def _bound_of_buffers(attention: ModelAttention, setting: TrainingSetting) -> MemoryPart:
     """Returns a bound of the buffers of any transport that "auto" takes, without a plan, for searches over many lengths.
 
-    The ring holds at most three payloads and three sets of float32 gradients, of at most the rows of a rank
-    (`plan.traffic.ring_traffic`). An exchange of heads holds two pieces, sent and received, of queries, keys and values.
+    The ring holds at most three payloads of at most the rows of a rank, and three messages with their float32 gradients, beside
+    as many gradients that are done (`plan.traffic.ring_traffic`). Under exact attention in a zigzag, no gradient is done before
+    the last hop. A collective sends about as many rows as it receives (`plan.traffic.collective_traffic`), and "auto" takes it
+    for few bytes. An exchange of heads holds two pieces, sent and received, of queries, keys and values.
     """
     if setting.ring_size == 1:
         return buffers_part("local", 0, "one rank")
     size, tokens, kv_heads = setting.number_bytes, setting.local_tokens, attention.num_kv_heads
-    widths = attention.head_dim + attention.value_dim
-    ring = 3 * tokens * kv_heads * widths * (size + 4)
+    widths, others = attention.head_dim + attention.value_dim, (setting.ring_size - 1) * tokens
+    in_zigzag = {attention.base, *attention.layers} == {Pattern.exact()} and setting.layout in ("auto", "zigzag")
+    row, ring = kv_heads * widths, 3 * tokens * kv_heads * widths * (size + (4 if in_zigzag else 8))
     if setting.transport == "collective" and Pattern.exact() in attention.layers:
-        rows = (setting.ring_size - 1) * tokens  # As many are received as sent (`plan.traffic.collective_traffic`).
-        return buffers_part("collective", rows * kv_heads * widths * (size + 8), "a bound: the rows of all other ranks")
+        return buffers_part("collective", others * row * (size + 8), "a bound: the rows of all other ranks")
     if setting.transport != "heads":
-        return buffers_part("any", ring, "a bound: three payloads with their gradients")
+        few = min(others, COLLECTIVE_BYTES // (row * size)) * row * (size + 8)
+        return buffers_part("any", max(ring, few), "a bound: three payloads with their gradients")
     group = setting.heads or setting.ring_size
     by_heads = 2 * tokens * (attention.num_heads + max(kv_heads, group)) * widths * size * (group - 1) // group
     rings = ring if group < setting.ring_size else 0

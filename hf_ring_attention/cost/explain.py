@@ -28,6 +28,16 @@ def number_bytes(dtype: Any) -> tuple[int, int]:
     return size, max(4, size)
 
 
+def busiest_traffic(calls: Sequence[tuple[int, Sequence[RankTraffic]]]) -> RankTraffic:
+    """Returns the most bytes that any rank moves in calls, each made this many times, and that it holds in one of them."""
+    ranks = range(len(calls[0][1]))
+    forward, backward = (
+        Bytes(*(max(sum(n * getattr(of[rank], way)[end] for n, of in calls) for rank in ranks) for end in (0, 1)))
+        for way in ("forward", "backward")
+    )
+    return RankTraffic(forward, backward, max(rank.buffers for _, of in calls for rank in of))
+
+
 @dataclass(frozen=True)
 class RankShare:
     """The work of one rank in one attention call, and the bytes that each transport would move and hold."""
@@ -77,10 +87,7 @@ class Explanation:
 
     def busiest(self, transport: str | None = None) -> RankTraffic:
         """Returns the most bytes of any rank by a transport; None for the chosen one."""
-        ranks = self.traffic(transport)
-        ways = ([rank.forward for rank in ranks], [rank.backward for rank in ranks])
-        forward, backward = (Bytes(max(one.sent for one in way), max(one.received for one in way)) for way in ways)
-        return RankTraffic(forward, backward, max(rank.buffers for rank in ranks))
+        return busiest_traffic([(1, self.traffic(transport))])
 
     def __str__(self) -> str:
         layout, flops = self.layout, [share.forward_flops for share in self.ranks]
@@ -154,7 +161,8 @@ def explain(
     numbers = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim}
     for name, number in (numbers | {"batch_size": batch_size}).items():
         check_count("explain", name, number)
-    SequenceLayout("contiguous", seq_len, world_size)  # It refuses lengths and world sizes below 1.
+    # Layouts refuse lengths and world sizes below 1.
+    layouts = [SequenceLayout(kind, seq_len, world_size) for kind in ("contiguous", "zigzag")]
     given_rows = documents_of(documents, seq_len, "explain")
     rows = (((0, seq_len),),) * batch_size if given_rows is None else given_rows
     if isinstance(layout, SequenceLayout):
@@ -170,17 +178,12 @@ def explain(
     pairs = {"ring": by_tokens, "collective": by_tokens}
     if by_heads:
         pairs["heads"] = [heads_pairs(problem, rank) for rank in ranks]
-    layouts = [SequenceLayout("contiguous", seq_len, world_size), SequenceLayout("zigzag", seq_len, world_size)]
     layouts.append(balanced_layout(seq_len, world_size, pattern, rows))
     work = pairs["heads" if decision.choice == "heads" else "ring"]
     lengths = [stop - start for row in rows for start, stop in row]
     of_exact = num_heads * sum(n * (n + 1) // 2 if causal else n * n for n in lengths)
-
-    def share_of(rank: int) -> RankShare:
-        heads_bytes = heads_traffic(problem, rank, sizes) if by_heads else None
-        moved = ring_traffic(problem, rank, sizes), collective_traffic(problem, rank, sizes), heads_bytes
-        return RankShare(rank, 2 * widths * work[rank], *moved)
-
+    ways: Any = (ring_traffic, collective_traffic, heads_traffic if by_heads else lambda *_: None)
+    moved = [[traffic(problem, rank, sizes) for traffic in ways] for rank in ranks]
     return Explanation(
         pattern=pattern,
         layout=division,
@@ -188,7 +191,7 @@ def explain(
         decision=decision,
         imbalance=busiest_over_mean(work),
         flop_share=sum(work) / (of_exact or 1),
-        ranks=tuple(map(share_of, ranks)),
+        ranks=tuple(RankShare(rank, 2 * widths * work[rank], *moved[rank]) for rank in ranks),
         layouts={layout.kind: estimated_imbalance(layout, pattern, rows) for layout in layouts},
         balance={name: busiest_over_mean(of_ranks) for name, of_ranks in pairs.items()},
     )

@@ -10,8 +10,8 @@ from ..plan.layouts import SequenceLayout
 from ..plan.patterns import Pattern
 from ..plan.problem import Documents
 from ..plan.state_runs import StateNumbers, rows_traffic, states_traffic
-from ..plan.traffic import Bytes, RankTraffic
-from .explain import Explanation, explain, number_bytes
+from ..plan.traffic import RankTraffic
+from .explain import Explanation, busiest_traffic, explain, number_bytes
 
 
 @dataclass(frozen=True)
@@ -86,27 +86,21 @@ def explain_layers(
 ) -> StepExplanation:
     """Explains one step of all layers, by the arguments and with the errors of `explain`, but without the heads."""
     calls = explain_patterns(attention, batch_size=batch_size, dtype=dtype, **call)
-    layers = attention.layers_of_patterns()
-    counts = [(len(numbers), calls[pattern]) for pattern, numbers in layers.items()]
+    of_layers = [(numbers, calls[pattern]) for pattern, numbers in attention.layers_of_patterns().items()]
+    counts = [(len(numbers), call) for numbers, call in of_layers]
     layout, mixers = calls[attention.base].layout, None
     moved = [(count, call.traffic()) for count, call in counts]
     if attention.mixers is not None:
         documents = call.get("documents") or (((0, layout.seq_len),),) * batch_size
         mixers = attention.mixers.traffic(layout, number_bytes(dtype), documents)
         moved.append((len(attention.mixers.layers), [mixers] * layout.world_size))
-    ranks = range(layout.world_size)
-    flops = [sum(count * call.ranks[rank].forward_flops for count, call in counts) for rank in ranks]
-    forward, backward = (
-        Bytes(*(max(sum(n * getattr(of[rank], way)[end] for n, of in moved) for rank in ranks) for end in (0, 1)))
-        for way in ("forward", "backward")
-    )
-    buffers = max(of[rank].buffers for _, of in moved for rank in ranks)  # One layer at a time has some.
+    flops = [sum(n * call.ranks[rank].forward_flops for n, call in counts) for rank in range(layout.world_size)]
     return StepExplanation(
         base=calls[attention.base],
-        calls=[(numbers, calls[pattern]) for pattern, numbers in layers.items()],
+        calls=of_layers,
         mixers=mixers,
         flops=max(flops),
         imbalance=busiest_over_mean(flops),
         flop_share=sum(count * call.flop_share for count, call in counts) / len(attention.layers),
-        traffic=RankTraffic(forward, backward, buffers),
+        traffic=busiest_traffic(moved),
     )

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
-from ..hf.loss_bytes import tokens_at_once
 from ..plan.branches import check_choice, check_count
 
 if TYPE_CHECKING:  # The command line reads its choices here, and loads Transformers later.
@@ -31,8 +30,6 @@ ROWS_OF_A_TILE = 128
 #: Adam's two moments (arXiv 1412.6980).
 MOMENTS = 2
 
-_COUNTED = "counted in the model on torch's meta device"
-_ZERO = "; ZeRO, arXiv 1910.02054, section 5"
 _LEAST = {"seq_len": 1, "devices": 1, "ring_size": 1, "batch_size": 1, "mlp_tokens_at_once": 0}
 _CHOICES = {name: tuple(NUMBER_BYTES) for name in ("dtype", "master_dtype")}
 _CHOICES |= {"parallel": PARALLELS, "device": ("cuda", "cpu")}
@@ -175,14 +172,6 @@ def workspace_part(attention: ModelAttention, setting: TrainingSetting, exact: b
     return MemoryPart("workspace of attention", size, formula, "torch's mha_bwd; compute/fused")
 
 
-def logits_part(shape: ModelShape, setting: TrainingSetting) -> MemoryPart:
-    """Returns a slice of the loss. Its backward holds the logarithms of probabilities and two gradients, in float32."""
-    tokens = setting.local_tokens
-    at_once = min(tokens, tokens_at_once(tokens, shape.width, shape.vocabulary))
-    formula = f"{at_once:,} tokens x {shape.vocabulary:,} words x 12 bytes"
-    return MemoryPart("logits", at_once * shape.vocabulary * 12, formula, "a slice of the loss (hf/lm_loss.py)")
-
-
 def gradients_part(setting: TrainingSetting, parameters: int) -> MemoryPart:
     """Returns a device's gradients when backward has reached this many parameters."""
     number = setting.number_bytes if setting.zero else setting.master_bytes
@@ -199,11 +188,11 @@ def state_parts(shape: ModelShape, setting: TrainingSetting) -> list[MemoryPart]
     master, computing = setting.master_bytes, setting.number_bytes
 
     def divided(name: str, formula: str, size: int, by: int, source: str, host: bool = False) -> MemoryPart:
-        share, zero = (f" / {by} devices", _ZERO) if by > 1 else ("", "")
+        share, zero = (f" / {by} devices", "; ZeRO, arXiv 1910.02054, section 5") if by > 1 else ("", "")
         return MemoryPart(name, number * size // by, f"{number:,} parameters x {formula}{share}", source + zero, host)
 
     kept, by = computing if setting.zero else master, devices if parallel in ("fsdp2", "zero3") else 1
-    parts = [divided("parameters", f"{kept} bytes", kept, by, _COUNTED)]
+    parts = [divided("parameters", f"{kept} bytes", kept, by, "counted in the model on torch's meta device")]
     size, by, formula = MOMENTS * master, 1 if parallel == "ddp" else devices, f"{MOMENTS} moments x {master} bytes"
     if setting.zero:
         size, formula = 4 + 4 * MOMENTS, f"(4 bytes of a float32 copy + {MOMENTS} moments x 4 bytes)"

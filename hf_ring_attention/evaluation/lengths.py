@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..hf.config import settings_of
 from ..hf.patch import patch_model
 from ..hf.registration import IMPLEMENTATION
 from ..plan.patterns import Pattern
@@ -63,11 +63,11 @@ def figures_by_length(
 ) -> list[LengthFigures]:
     """Measures texts in the windows of `windowed_nll`, alike on all ranks; a pattern of None is the config's present one."""
     config = model.config.get_text_config()
-    own = copy.deepcopy(getattr(config, IMPLEMENTATION, None))
+    before = settings_of(config)
     figures = []
     for name, pattern in patterns.items():
         if pattern is None:
-            setattr(config, IMPLEMENTATION, copy.deepcopy(own))
+            setattr(config, IMPLEMENTATION, before)
         patch_model(model, pattern, ring)
         for text, tokens in texts.items():
             for length in lengths:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -14,14 +14,13 @@ from transformers import PreTrainedModel
 
 from ..compute.merge import accumulation_dtype
 from ..hf.config import warn_once
-from ..hf.forward_pass import Head, running_with
+from ..hf.forward_pass import Head
 from ..hf.lm_loss import IGNORED
-from ..hf.on_use import values_of
-from ..hf.output_layer import wrap_head
 from ..hf.rows import first_position, rows_to_cut
 from ..hf.wrappers import runner_of
 from ..plan.layouts import SequenceLayout
 from ..ring.ring import Ring
+from ..training.distillation import logits_on_use
 
 
 def layout_of_rows(model: PreTrainedModel, ring: Ring, ids: Tensor) -> SequenceLayout:
@@ -44,12 +43,7 @@ def hidden_states(model: PreTrainedModel, ring: Ring, ids: Tensor) -> tuple[Tens
         # A model without position_ids numbers the tokens of a row itself.
         arguments = {name: x for name, x in arguments.items() if name in parameters}
     head = model.get_output_embeddings()
-    if head is not None:
-        wrap_head(head)
-    with running_with(on_use=True):
-        output = model(**arguments)
-    logits: Tensor = output["logits"] if isinstance(output, Mapping) else output[0]
-    found = values_of(logits)
+    logits, found = logits_on_use(model, head, arguments)
     if found is not None:
         return found.part, found.of_states
     if head is not None:
@@ -92,12 +86,11 @@ def check_finite(losses: Tensor, model: PreTrainedModel, caller: str) -> None:
 def _whole_weights(model: nn.Module, module: nn.Module | None) -> Iterator[None]:
     """Lets all processes call a module inside a model by itself, if a module around it holds its weights by FSDP 2."""
     around = [x for x in model.modules() if isinstance(x, FSDPModule) and any(inner is module for inner in x.modules())]
-    holder = around[-1] if around else None
-    if holder is None or holder is module:  # Its own call gathers its weights.
+    if not around or around[-1] is module:  # Its own call gathers its weights.
         yield
         return
-    holder.unshard()
+    around[-1].unshard()
     try:
         yield
     finally:
-        holder.reshard()
+        around[-1].reshard()

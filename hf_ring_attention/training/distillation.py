@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ..hf.config import warn_once
 from ..hf.forward_pass import CALL, Head, RingCall, exact_attention, running_with
@@ -18,6 +17,7 @@ from ..hf.lm_loss import IGNORED
 from ..hf.on_use import values_of
 from ..hf.output_layer import wrap_head
 from ..hf.support import check_predicts_next
+from ..hf.values import Values
 from ..hf.wrappers import ATTACHMENT, evaluating, unwrapped, whole_model, wrapped_modules
 
 
@@ -64,10 +64,17 @@ def distillation_loss(
             f"trained, and moves with them: add adapters, or watch the loss of texts that are held out"
         )
     call = {"use_cache": False, **batch}
-    hidden = _hidden_of_teacher(model, inner, {name: x for name, x in call.items() if not name.endswith("labels")})
+    inputs = {name: x for name, x in call.items() if not name.endswith("labels")}
+    with exact_attention(model), _without_adapters(model), evaluating(inner):
+        teacher = logits_on_use(model, inner.get_output_embeddings(), inputs)[1]
+    if teacher is None:
+        raise NotImplementedError(
+            f"distillation_loss: {type(inner).__name__} computes with its logits beyond each number, so they cannot be formed "
+            f"in slices"
+        )
     if num_items_in_batch is not None:
         call["num_items_in_batch"] = num_items_in_batch
-    result = model(**call, **{CALL: RingCall(of_slice=partial(_divergence, model, hidden.flatten(0, 1)))})
+    result = model(**call, **{CALL: RingCall(of_slice=partial(_divergence, model, teacher.part.flatten(0, 1)))})
     loss: Tensor = result["loss"] if isinstance(result, Mapping) else result[0]
     return loss
 
@@ -77,20 +84,17 @@ def _peft_of(model: nn.Module) -> Any:
     return next((module for module in wrapped_modules(model) if hasattr(module, "disable_adapter")), None)
 
 
-def _hidden_of_teacher(model: nn.Module, inner: PreTrainedModel, inputs: Mapping[str, Any]) -> Tensor:
-    """Returns [B, n local, width] the last hidden states of a model under exact attention, without adapters and dropout."""
-    head = inner.get_output_embeddings()
+def logits_on_use(model: nn.Module, head: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, Values | None]:
+    """Runs a model, whose output layer is `head`, if it has one. Returns its logits, which are formed when they are used.
+
+    The values hold this rank's hidden states; None if the model has formed its logits already.
+    """
     if head is not None:
         wrap_head(head)
-    with exact_attention(model), _without_adapters(model), evaluating(inner), running_with(on_use=True):
+    with running_with(on_use=True):
         output = model(**inputs)
-    found = values_of(output["logits"] if isinstance(output, Mapping) else output[0])
-    if found is None:
-        raise NotImplementedError(
-            f"distillation_loss: {type(inner).__name__} computes with its logits beyond each number, so they cannot be formed "
-            f"in slices"
-        )
-    return found.part
+    logits: Tensor = output["logits"] if isinstance(output, Mapping) else output[0]
+    return logits, values_of(logits)
 
 
 def _divergence(model: nn.Module, teacher: Tensor, head: Head, hidden: Tensor, labels: Tensor, place: slice) -> Tensor:

@@ -145,7 +145,7 @@ def _tokens_and_labels(document: Mapping[str, Any], who: str) -> tuple[np.ndarra
     for name in ("input_ids", "labels", "attention_mask", *_LEARNED):
         if name not in document:
             continue
-        x = np.asarray(document[name] if document[name] is not None else None)
+        x = np.asarray(document[name])
         x = x.astype(np.int64) if x.size == 0 else x
         if x.ndim != 1 or x.dtype.kind not in "biu" or len(x) != len(read.get("input_ids", x)):
             raise ValueError(

@@ -108,9 +108,7 @@ class RingTrainerMixin(_Trainer):
     """
 
     ring: Ring
-    _SETTINGS = (
-        "ring_size ring_layout ring_transport ring_heads ring_kernel ring_keep_attention offload_activations".split()
-    )
+    _SETTINGS = tuple(RingTrainingArguments.__annotations__)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.ring_settings = {name: kwargs.pop(name) for name in self._SETTINGS if name in kwargs}
@@ -346,20 +344,16 @@ def _keeps_positions(trainer: Any) -> bool:
     return kept and not type(trainer.data_collator).__module__.startswith("trl.")
 
 
-#: The functions that count processes; an accelerator's methods of these names count rings by themselves.
-_COUNTING: dict[str, Any] = {x.__name__: x for x in (gather, gather_object, skip_first_batches)}
-
-
 def _count_rings_by_name(user: Any, accelerator: Any) -> None:
     """Gives a Trainer, helper or callback of TRL copies of its methods that count by name; refuses one that is overridden.
 
     The copies belong to this object, and the libraries stay as they are. TRL computes advantages from the rewards of all
     processes, which would count a ring's completions once for each of its ranks. Trainer goes on in the middle of a stream.
     """
-    by_rings = {
-        "gather": accelerator.gather,
-        "gather_object": lambda x: gather_object(x if accelerator.ring.rank == 0 else []),
-        "skip_first_batches": accelerator.skip_first_batches,
+    by_rings: dict[str, tuple[Any, Any]] = {  # the functions that count processes, and those that count rings
+        "gather": (gather, accelerator.gather),
+        "gather_object": (gather_object, lambda x: gather_object(x if accelerator.ring.rank == 0 else [])),
+        "skip_first_batches": (skip_first_batches, accelerator.skip_first_batches),
     }
     libraries = ("trl.", "transformers.trainer") if accelerator.ring.world_size > 1 else ()
     kinds = [kind for kind in type(user).__mro__ if kind.__module__.startswith(libraries)]
@@ -368,7 +362,7 @@ def _count_rings_by_name(user: Any, accelerator: Any) -> None:
             continue
         function: Any = inspect.unwrap(method)
         called = {step.argval for step in dis.get_instructions(function) if step.opname == "LOAD_GLOBAL"}
-        own = {x: by_rings[x] for x in called & _COUNTING.keys() if function.__globals__.get(x) is _COUNTING[x]}
+        own = {x: by_rings[x][1] for x in called & by_rings.keys() if function.__globals__.get(x) is by_rings[x][0]}
         if not own:
             continue
         if getattr(type(user), name) is not method:

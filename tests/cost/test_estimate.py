@@ -241,6 +241,24 @@ def test_what_is_said_to_fit_fits(pattern, transport):
     assert not much_longer.fits
 
 
+@pytest.mark.parametrize(
+    ("pattern", "layout", "transport"),
+    [
+        ("window:200", "contiguous", "ring"),  # gradients that are done travel beside others
+        ("window:64+4", "zigzag", "ring"),
+        ("exact", "contiguous", "auto"),  # few bytes, so "auto" takes the collective
+        ("exact", "zigzag", "auto"),
+    ],
+)
+@pytest.mark.parametrize("tokens", [100, 512, 2048])
+def test_the_bound_of_short_rows_holds(pattern, layout, transport, tokens):
+    """Much of the peak is buffers: activations are sliced or wait on the host, and all ranks share the weights."""
+    shared = {"devices": 8, "offload": True, "mlp_tokens_at_once": 8, "offload_optimizer": True}
+    config = tiny_config("gpt2")  # as many key/value heads as query heads
+    answer = ra.estimate(config, tokens, pattern=pattern, layout=layout, transport=transport, **shared)
+    assert bound_of_peak(answer.shape, answer.setting) >= answer.peak
+
+
 @pytest.mark.parametrize("transport", ["auto", "ring", "collective"])
 def test_the_longest_sequence_fits_and_a_little_more_does_not(transport):
     """With as many key/value heads as query heads, the buffers of the exchange decide."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import math
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...hf.config import patch_config
+from ...hf.config import settings_of
 from ...hf.patch import patch_model
 from ...hf.registration import IMPLEMENTATION
 from ...hf.support import check_predicts_next
@@ -134,8 +133,7 @@ def calibrate(
     bar = progress_bar("calibrate", passes, "pass", silent=not progress or served.rank > 0)
     with _measuring(inner, served, written_to), bar:
         search = Search(inner, served, plain, patterns, written_to, settings, bar)
-        search.measure_exact(answers, retrieval, cost, budget)
-        best = search.first_choice()
+        best = search.first_choice(answers, retrieval, cost, budget)
         for _ in range(refinements):
             best = search.refined(best)
     logger.info("chose patterns whose predictions diverge from exact attention's by %.4f nats", best.divergence)
@@ -178,7 +176,7 @@ def _stamp_of(model: PreTrainedModel) -> str:
 def _measuring(model: PreTrainedModel, ring: Ring, folder: Path | None) -> Iterator[None]:
     """Keeps other processes from the folder; gives a model its ring, for good, and afterwards the patterns that it had."""
     config = model.config.get_text_config()
-    before = copy.deepcopy(getattr(config, IMPLEMENTATION, None))
+    before = settings_of(config)
     with ExitStack() as stack:
         if folder is not None:
             with ring.agreement("opening the folder of a calibration"):
@@ -188,10 +186,8 @@ def _measuring(model: PreTrainedModel, ring: Ring, folder: Path | None) -> Itera
         try:
             yield
         finally:
-            if before is None:
-                patch_config(model.config, "exact")
-                delattr(config, IMPLEMENTATION)
-            else:
+            vars(config).pop(IMPLEMENTATION, None)
+            if before is not None:
                 setattr(config, IMPLEMENTATION, before)
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -188,8 +188,18 @@ def _tapped(model: PreTrainedModel, tap: Callable[..., None]) -> Iterator[None]:
     hook = model.get_input_embeddings().register_forward_hook(lambda *args: args[-1].requires_grad_())
     for parameter in model.parameters():
         parameter.requires_grad_(False)
+
+    def through_tap(module: Any, query: Tensor, key: Tensor, value: Tensor, out: Tensor, settings: Any) -> Tensor:
+        """Returns the output of a layer's attention, whose gradient the tap will get."""
+        layer = getattr(module, "layer_idx", None)
+        if layer is None or not out.requires_grad:
+            return out
+        rows = query.detach(), key.detach(), value.detach(), out
+        watched: Tensor = _Tapped.apply(partial(tap, layer, settings), *rows)
+        return watched
+
     for module in tapped:
-        setattr(module, TAP, partial(_through_tap, tap))
+        setattr(module, TAP, through_tap)
     if layers:
         checkpoint_activations(model, {"use_reentrant": False})
         for layer in layers:
@@ -202,17 +212,6 @@ def _tapped(model: PreTrainedModel, tap: Callable[..., None]) -> Iterator[None]:
             delattr(module, TAP)
         for holder, name, value in saved:
             setattr(holder, name, value)
-
-
-def _through_tap(
-    tap: Callable[..., None], module: nn.Module, query: Tensor, key: Tensor, value: Tensor, out: Tensor, settings: Any
-) -> Tensor:
-    """Returns the output of a layer's attention, whose gradient the tap will get."""
-    layer = getattr(module, "layer_idx", None)
-    if layer is None or not out.requires_grad:
-        return out
-    tapped: Tensor = _Tapped.apply(partial(tap, layer, settings), query.detach(), key.detach(), value.detach(), out)
-    return tapped
 
 
 class _Tapped(torch.autograd.Function):

@@ -47,7 +47,7 @@ class Search:
     The names of files in the folder contain a checksum of everything that decides their measurements, such as `settings`, so
     another calibration neither reads nor overwrites them. `bar` is a bar like tqdm's, which counts passes.
 
-    Attributes, after `measure_exact`:
+    Attributes, after `first_choice`:
         heads: the number of key/value heads of each layer without its own window.
         nlls: the mean negative log-likelihood of each plain text under exact attention, in nats.
         products: [G, P, G, P] float64: the mean products of two patterns' d over the tokens of all plain texts.
@@ -71,8 +71,11 @@ class Search:
         self._exact: dict[str, Tensor] = {}  # [1, n, width] by the digest of the text; small beside its logits.
         self._shares = np.array([text.num_scored for text in texts]) / sum(text.num_scored for text in texts)
 
-    def measure_exact(self, answers: Sequence[ScoredText], retrieval: float, cost: Cost, budget: float) -> None:
-        """Measures all texts under exact attention; `retrieval` weighs the answers by the harm of the menu's patterns."""
+    def first_choice(self, answers: Sequence[ScoredText], retrieval: float, cost: Cost, budget: float) -> Choice:
+        """Chooses patterns by passes of all texts under exact attention.
+
+        `retrieval` weighs the answers by the harm of the menu's patterns.
+        """
         changes = [self._measured({}, text, self._menu) for text in self._texts]
         self.nlls = tuple(of_text.nll for of_text in changes)
         self.heads = {layer: len(x) for layer, x in sorted(changes[0].linear.items())}
@@ -89,9 +92,6 @@ class Search:
             self.harm = self.harm + retrieval * of_menu * of_answers
         self.costs = np.concatenate([cost.of_menu(self._menu, count) for count in self.heads.values()])
         self.budget = budget * len(self.costs) * cost.of_exact()
-
-    def first_choice(self) -> Choice:
-        """Chooses patterns by the passes under exact attention."""
         return self._tried(choose(np.zeros(self.costs.shape), self.costs, self.budget, self.products + self.harm))
 
     def refined(self, best: Choice) -> Choice:
