@@ -6,6 +6,7 @@ import gc
 import json
 from argparse import BooleanOptionalAction, Namespace
 from dataclasses import asdict
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from ..cost.memory import NUMBER_BYTES, PARALLELS
@@ -52,12 +53,11 @@ def estimate_command(args: Namespace) -> None:
     from ..cost.estimate import estimate  # It loads Transformers, which takes seconds.
     from ..cost.models import load_config
 
-    names = "devices ring_size memory pattern parallel checkpointing offload offload_optimizer accumulate batch_size"
-    names += " dtype master_dtype layout transport"
-    setting = {name: getattr(args, name) for name in names.split()} | {"heads": args.ring_heads}
+    accepted = signature(estimate).parameters
+    setting = {name: value for name, value in vars(args).items() if name in accepted} | {"heads": args.ring_heads}
     gc.disable()  # Plans of many ranks are some hundred thousand objects without circles.
     config = checked(None, load_config, args.model, trust=args.trust_remote_code)
-    answer = checked(None, estimate, config, args.seq_len, **setting)
+    answer = checked(None, estimate, config, **setting)
     figures = _figures_of(answer)
     gc.enable()
     if args.plot is not None:

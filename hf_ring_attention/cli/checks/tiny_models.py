@@ -129,9 +129,7 @@ def _few_layers(values: dict[str, Any], settings: dict[str, Any]) -> dict[str, A
             shown |= kinds
     if len(layers) < LAYERS:
         layers = list(range(LAYERS))
-    counts: dict[str, Any] = {
-        key: len(layers) for key in ("num_hidden_layers", "n_layer", "n_layers", "num_layers") if key in settings
-    }
+    counts = dict.fromkeys({"num_hidden_layers", "n_layer", "n_layers", "num_layers"} & settings.keys(), len(layers))
     return {**counts, **{key: [entries[layer] for layer in layers] for key, entries in lists.items()}}
 
 
