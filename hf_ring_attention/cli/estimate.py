@@ -55,11 +55,13 @@ def estimate_command(args: Namespace) -> None:
 
     accepted = signature(estimate).parameters
     setting = {name: value for name, value in vars(args).items() if name in accepted} | {"heads": args.ring_heads}
-    gc.disable()  # Plans of many ranks are some hundred thousand objects without circles.
     config = checked(None, load_config, args.model, trust=args.trust_remote_code)
-    answer = checked(None, estimate, config, **setting)
-    figures = _figures_of(answer)
-    gc.enable()
+    gc.disable()  # Plans of many ranks are some hundred thousand objects without circles.
+    try:
+        answer = checked(None, estimate, config, **setting)
+        figures = _figures_of(answer)
+    finally:
+        gc.enable()
     if args.plot is not None:
         from .plots import plot_estimate
 
