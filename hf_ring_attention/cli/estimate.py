@@ -6,6 +6,7 @@ import gc
 import json
 from argparse import BooleanOptionalAction, Namespace
 from dataclasses import asdict
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from ..cost.memory import NUMBER_BYTES, PARALLELS
@@ -52,14 +53,15 @@ def estimate_command(args: Namespace) -> None:
     from ..cost.estimate import estimate  # It loads Transformers, which takes seconds.
     from ..cost.models import load_config
 
-    names = "devices ring_size memory pattern parallel checkpointing offload offload_optimizer accumulate batch_size"
-    names += " dtype master_dtype layout transport"
-    setting = {name: getattr(args, name) for name in names.split()} | {"heads": args.ring_heads}
-    gc.disable()  # Plans of many ranks are some hundred thousand objects without circles.
+    accepted = signature(estimate).parameters
+    setting = {name: value for name, value in vars(args).items() if name in accepted} | {"heads": args.ring_heads}
     config = checked(None, load_config, args.model, trust=args.trust_remote_code)
-    answer = checked(None, estimate, config, args.seq_len, **setting)
-    figures = _figures_of(answer)
-    gc.enable()
+    gc.disable()  # Plans of many ranks are some hundred thousand objects without circles.
+    try:
+        answer = checked(None, estimate, config, **setting)
+        figures = _figures_of(answer)
+    finally:
+        gc.enable()
     if args.plot is not None:
         from .plots import plot_estimate
 

@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -40,9 +41,7 @@ class Parser(argparse.ArgumentParser):
     """A parser whose help has 80 columns, whose errors are `Refusal`s, and which adds options that several commands share."""
 
     def __init__(self, **settings: Any) -> None:
-        def formatter(prog: str) -> argparse.HelpFormatter:
-            return argparse.RawDescriptionHelpFormatter(prog, max_help_position=26, width=80)
-
+        formatter: Any = partial(argparse.RawDescriptionHelpFormatter, max_help_position=26, width=80)
         super().__init__(formatter_class=formatter, allow_abbrev=False, **settings)
 
     def error(self, message: str) -> Any:
@@ -151,13 +150,18 @@ def comma_list(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     return lambda text: [kind(part) for part in text.split(",")]
 
 
-def pattern_text(text: str) -> str:
-    """Reads the text of a pattern; `Pattern.parse` must accept it."""
+def text_for(read: Callable[[str], Any], text: str) -> str:
+    """Returns a text that `read` accepts; its ValueError becomes the error of the argument."""
     try:
-        Pattern.parse(text)
+        read(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
+
+
+def pattern_text(text: str) -> str:
+    """Reads the text of a pattern."""
+    return text_for(Pattern.parse, text)
 
 
 def text_file(text: str) -> tuple[str, str]:

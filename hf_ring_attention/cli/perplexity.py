@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from .options import Parser, Refusal, checked, comma_list, pattern_text, text_file, token_count
+from .options import Parser, Refusal, checked, comma_list, pattern_text, text_file, text_for, token_count
 from .output import print_table, short_count, stdout_left_alone
 
 #: In place of a pattern's text: the pattern in the model's config.
@@ -25,11 +25,7 @@ def pattern_or_file(text: str) -> str:
         return text if text == OWN else pattern_text(text)
     from ..evaluation.calibration.result import Calibration  # It imports torch.
 
-    try:
-        Calibration.load(text_file(text)[0])
-    except ValueError as error:
-        raise ArgumentTypeError(str(error)) from None
-    return text
+    return text_for(Calibration.load, text_file(text)[0])
 
 
 def add_perplexity(parser: Parser) -> None:

@@ -32,7 +32,6 @@ QUERIES_OF_A_ROW = 128
 class VisiblePairs:
     """A causal document as squares, [bins, bins]: queries from above, keys from the left."""
 
-    length: int
     share: np.ndarray  # of the pairs in each square that are seen, sinks left out
     sinks: int  # how many first tokens every query sees
     possible: np.ndarray  # the share of the pairs in each square that causality allows
@@ -41,8 +40,8 @@ class VisiblePairs:
     @property
     def share_of_causal(self) -> float:
         """The visible pairs, sinks included, as a share of exact attention's."""
-        sizes = np.outer(np.diff(self.edges), np.diff(self.edges))
-        sink_pairs = self.sinks * self.length - self.sinks * (self.sinks - 1) / 2
+        sizes, length = np.outer(np.diff(self.edges), np.diff(self.edges)), self.edges[-1]
+        sink_pairs = self.sinks * length - self.sinks * (self.sinks - 1) / 2
         return float(((self.share * sizes).sum() + sink_pairs) / (self.possible * sizes).sum())
 
 
@@ -62,7 +61,7 @@ def visible_pairs(
     sinks = min(length, max(tokens, default=0))
     shares = [_share_of(own, length, edges, own_phases, sinks) for own, own_phases in phases.items()]
     exact = _inside(Segment(), length, edges, 0)
-    return VisiblePairs(length, np.max(shares, axis=0), sinks, exact, edges)
+    return VisiblePairs(np.max(shares, axis=0), sinks, exact, edges)
 
 
 def seen_under(

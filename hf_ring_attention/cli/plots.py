@@ -96,11 +96,8 @@ def plot_ring(timeline: Timeline, title: str, path: Path) -> None:
     axis.set(xlim=(0, timeline.seconds or 1), xlabel="time")
     axis.xaxis.set_major_formatter(EngFormatter("s"))
     axis.set_title(f"{title}\n{timeline_summary(timeline)}", fontsize=10)
-    filled = [
-        Patch(color=COMPUTE[0], label="compute, with the keys of the rank that is named"),
-        Patch(color=SEND, label="send"),
-    ]
-    _save(figure, path, [*filled, Patch(**waiting, label="wait")])
+    compute = Patch(color=COMPUTE[0], label="compute, with the keys of the rank that is named")
+    _save(figure, path, [compute, Patch(color=SEND, label="send"), Patch(**waiting, label="wait")])
 
 
 def plot_calibration(calibration: Calibration, path: Path) -> None:
@@ -158,7 +155,6 @@ def plot_estimate(answer: Estimate, path: Path) -> None:
     rings = f"ring of {setting.ring_size} of {setting.devices} devices, {setting.parallel}"
     axis.set_title(f"{model}, {rings}", fontsize=10)
     axis.grid(axis="y", alpha=0.3)
-    axis.legend(
-        fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), reverse=True
-    )  # As bars are stacked.
+    # The last part is at the top, as in the bars.
+    axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), reverse=True)
     _save(figure, path)

@@ -120,6 +120,24 @@ def test_types_that_cannot_be_prefilled_are_skipped(tmp_path, capsys):
     assert found["generation"][0] == "-" and "keeps its state in the model itself" in found["generation"][1]
 
 
+@needs_mixers
+@pytest.mark.parametrize(
+    ("model_type", "changes", "verdict", "text"),
+    [
+        ("jamba", {"attn_layer_period": 4, "attn_layer_offset": 0}, "ok", "tiny jamba: loss"),
+        ("dory", {}, "-", "there is no tiny model of type 'dory': "),
+    ],
+)
+def test_sizes_of_jobs_that_must_fit_together(model_type, changes, verdict, text, tmp_path, capsys):
+    """A tiny model keeps zeros; where its numbers do not fit together, nothing has failed."""
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this release of Transformers has no {model_type}")
+    CONFIG_MAPPING[model_type](**changes).save_pretrained(tmp_path)
+    status, printed = alone(["--model", str(tmp_path)], capsys)
+    found = verdicts(printed)[0]["train step"]
+    assert (status, found[0]) == (0, verdict) and found[1].startswith(text), printed
+
+
 # ---- something is not
 
 

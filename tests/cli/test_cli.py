@@ -1,5 +1,6 @@
 """The command line: what it loads, what it prints, and that what the library refuses ends it with one line."""
 
+import gc
 import json
 import random
 import re
@@ -142,6 +143,11 @@ def test_models_say_what_works_and_why_not(command, capsys):
         assert end.value.code == 2 and message in printed.err
         assert re.search(r"^gpt2 +supported", printed.out, re.MULTILINE)
     assert "did you mean llama" in printed.err
+
+
+def test_a_refused_estimate_leaves_the_garbage_collector_on(gemma, refusal):
+    error = refusal(f"estimate --model {gemma} --seq-len 1k --devices 8 --ring-size 3")
+    assert "ring_size" in error and gc.isenabled()
 
 
 def test_tables_fit_80_columns(gemma, command):

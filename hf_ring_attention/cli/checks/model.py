@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaConfig, PretrainedConfig
 
 from ...cost.models import load_config
@@ -141,6 +142,6 @@ def _models(run: CheckRun) -> list[Any]:
     try:
         models = [model_with_large_weights(shrunk_config(run.facts["config"]), "eager") for _ in rings]
         return [patch_model(x.to(run.device, torch.float64), run.facts["pattern"], y) for x, y in zip(models, rings)]
-    except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, RuntimeError, StrictDataclassError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise NotApplicable(f"there is no tiny model of type {run.facts['type']!r}: {reason}") from None

@@ -61,20 +61,19 @@ def attention_case(
     expected, bound = by_definition(torch.float64), EXACT_IN_FLOAT64
     if dtype != torch.float64:
         rounded = largest_errors(by_definition(dtype), expected, expected)
-        bound = _FACTOR * (_largest(rounded) + torch.finfo(dtype).eps)
+        bound = _FACTOR * (max(rounded.values()) + torch.finfo(dtype).eps)
     return AttentionCase(documents, tensors, expected, bound)
 
 
 def largest_errors(results: list[Tensor], expected: list[Tensor], whole: list[Tensor]) -> dict[str, float]:
-    """Returns the largest error of each tensor, relative to the largest entry of `whole`; gradients share one scale."""
+    """Returns the largest error of each tensor, relative to the largest entry of `whole`; gradients share one scale.
+
+    A NaN is an infinite error.
+    """
     largest_output, *gradients = (float(x.abs().max()) for x in whole)
     scales = zip(("out", "dq", "dk", "dv"), (largest_output, *[max(gradients)] * 3))
-    return {name: float((x - y).abs().max()) / scale for (name, scale), x, y in zip(scales, results, expected)}
-
-
-def _largest(errors: dict[str, float]) -> float:
-    """Returns the largest error; a NaN counts as the largest, which Python's max may pass over."""
-    return float(torch.tensor(list(errors.values())).max())
+    errors = ((x - y).abs().nan_to_num(nan=torch.inf).max() for x, y in zip(results, expected))
+    return {name: float(error) / scale for (name, scale), error in zip(scales, errors)}
 
 
 def _heads(run: CheckRun) -> tuple[int, int, int, int]:
@@ -112,7 +111,7 @@ def measure_transport(run: CheckRun, transport: str, neighbours: bool) -> dict[s
         results = [x.detach().cpu().double() for x in (out, *torch.autograd.grad(out, leaves, dout))]
         errors = largest_errors(results, [ring.shard(x, layout, dim=2) for x in case.expected], case.expected)
         name = str(dtype).removeprefix("torch.")
-        worst[name] = max(worst.get(name, [0.0, case.bound]), [_largest(errors), case.bound])
+        worst[name] = max(worst.get(name, [0.0, case.bound]), [max(errors.values()), case.bound])
         beyond += [(x, layout.kind, name, far, case.bound) for x, far in errors.items() if not far <= case.bound]
     kernel = choose_kernel(run.device, run.facts["dtype"], widths[0], widths[1])
     return {"errors": worst, "beyond": beyond, "kernel": kernel.name, "size": size}

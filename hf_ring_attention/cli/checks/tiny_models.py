@@ -78,7 +78,7 @@ _NO_SIZES = (
     "attn_logit_softcapping", "final_logit_softcapping", "rms_norm_eps",
 )  # fmt: skip
 
-# Sizes that configs of jobs may have, and that default configs leave at other values.
+# The most that these sizes of jobs become, which default configs leave at other values. A zero stays: there is no such part.
 _SIZES_OF_JOBS = {
     "global_head_dim": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB,
     "num_kv_shared_layers": 0, "attn_layer_period": 2, "attn_layer_offset": 1,
@@ -89,7 +89,8 @@ def shrunk_config(config: PretrainedConfig) -> PretrainedConfig:
     """Returns a tiny config with the kinds of layers of a config, and with its settings other than sizes."""
     text = config.get_text_config()
     kept = [name for name in _NO_SIZES if getattr(text, name, None) is not None]
-    changes: dict[str, Any] = {name: size for name, size in _SIZES_OF_JOBS.items() if getattr(text, name, None)}
+    sizes = {name: getattr(text, name, None) for name in _SIZES_OF_JOBS}
+    changes = {name: min(size, _SIZES_OF_JOBS[name]) for name, size in sizes.items() if size is not None}
     if getattr(text, "block_types", None):  # Kinds of layers that take turns.
         changes["num_hidden_layers"] = max(LAYERS, len(text.block_types))
     own = next((name for name in config.sub_configs if getattr(config, name) is text), None)
@@ -128,9 +129,7 @@ def _few_layers(values: dict[str, Any], settings: dict[str, Any]) -> dict[str, A
             shown |= kinds
     if len(layers) < LAYERS:
         layers = list(range(LAYERS))
-    counts: dict[str, Any] = {
-        key: len(layers) for key in ("num_hidden_layers", "n_layer", "n_layers", "num_layers") if key in settings
-    }
+    counts = dict.fromkeys({"num_hidden_layers", "n_layer", "n_layers", "num_layers"} & settings.keys(), len(layers))
     return {**counts, **{key: [entries[layer] for layer in layers] for key, entries in lists.items()}}
 
 
