@@ -75,7 +75,7 @@ def planned_call(
             bool(causal),
             scale,
             softcap,
-            head_shard,
+            (*head_shard,),
             held,
             is_recorded(q, k, v, sinks) if recorded_in_graph is None else recorded_in_graph,
             with_lse,
@@ -91,10 +91,11 @@ def planned_call(
         return planned
     with ring.agreement(FORWARD, by_digest=True) as agreed:
         _check_tensors(q, k, v, softcap, sinks)
+        if call is not None:
+            planned = Planned(ring, call)  # Its errors name an argument that has no hash.
         if refused is not None:
             raise refused
-        assert call is not None
-        planned = Planned(ring, call)
+        assert call is not None and planned is not None
         if held is not None and ring.world_size > 1 and is_recorded(q, k, v):
             raise ValueError("cached_attention: the keys of a sharded cache have no gradient: use torch.no_grad()")
         if ring.world_size > 1:

@@ -64,6 +64,7 @@ WRONG_OPTIONS = {
     "documents of no batch row": ({"documents": [(0, 3), (3, 6)]}, "documents"),
     "documents of fractions": ({"documents": [[(0.5, 2.9)], []]}, r"documents|0\.5"),
     "a layout by name": ({"layout": "zigzag"}, "layout"),
+    "a layout without a hash": ({"layout": ["zigzag"]}, "layout must be a SequenceLayout"),
     "a layout of another length": (
         {"layout": ra.SequenceLayout("contiguous", 7, 1)},
         r"seq_len=7.* = 7 tokens, got 6: shard whole sequences of 7 tokens with ring\.shard",

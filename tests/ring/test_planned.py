@@ -54,6 +54,7 @@ def test_equal_calls_share_a_plan():
     first = planned(ring)
     assert planned(ring, pattern=ra.Pattern.parse("window:4+2")) is first  # other tensors of the same shapes
     rows = [[(0, 9), (9, LENGTH)], [(0, LENGTH)]]
+    assert planned(ring, head_shard=[0, 1]) is first
     assert planned(ring, documents=rows) is planned(ring, documents=tuple(map(tuple, rows))) is not first
 
 
