@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hf_ring_attention as ra
+from hf_ring_attention.plan.problem import HeldKeys, RingSettings
 from hf_ring_attention.ring.planned import planned_call
 from hf_ring_attention.ring.ring import Ring
 from tests.support.ranks import run_simulated
@@ -40,6 +41,7 @@ OTHERS = {
     "documents": {"documents": [[(0, 9), (9, LENGTH)], [(0, LENGTH)]]},
     "softcap": {"softcap": 3.0},
     "head_shard": {"head_shard": (1, 2)},
+    "held": {"q": drawn(length=2), "held": HeldKeys.whole(LENGTH, 2, LENGTH)},
     "with_lse": {"with_lse": True},
     "in_graph": {"recorded_in_graph": False},
 }
@@ -73,12 +75,11 @@ def test_every_field_of_a_call_has_another_value():
     for changes in OTHERS.values():
         other = planned(ring, **changes).call
         fields |= {field for field in first._fields if getattr(first, field) != getattr(other, field)}
-    # Keys of a cache, and settings beside the call, are tested below.
-    assert fields == {*first._fields} - {"held", "outside"}
+    assert fields == {*first._fields} - {"outside"}  # Settings beside the call are tested below.
 
 
 def test_the_world_outside_changes_between_two_calls(monkeypatch):
-    """Determinism, the kernel and the transport of a ring, and documents that are edited in place."""
+    """Determinism, the kernel, transport and settings of a ring, and documents that are edited in place."""
     ring, q = Ring.alone(), drawn()
     plain = planned(ring)
     torch.use_deterministic_algorithms(True)
@@ -90,6 +91,10 @@ def test_the_world_outside_changes_between_two_calls(monkeypatch):
     monkeypatch.setattr(ring, "kernel", "math")
     assert type(planned(ring).kernel).__name__ == "Math" and planned(ring) is not plain
     monkeypatch.undo()
+    for name, value in (("transport", "local"), ("settings", RingSettings(head_groups=1))):
+        monkeypatch.setattr(ring, name, value)
+        assert planned(ring) is not plain
+        monkeypatch.undo()
     documents = [[(0, 9), (9, LENGTH)], [(0, LENGTH)]]
 
     def attend():
