@@ -12,10 +12,13 @@ from tests.support.fused import needs_triton
 pytestmark = needs_triton
 
 KERNELS = ("forward", "dq", "dkdv")
-#: Targets, and the widths of heads; and kernels that resume the results of others.
-WANTED = [(target, kernel, 128, 128, 0) for target in ("sm_80", "sm_90", "gfx942") for kernel in KERNELS]
-WANTED += [("sm_90", kernel, *widths, 0) for widths in ((64, 64), (192, 128)) for kernel in KERNELS]
-WANTED += [("sm_90", "forward", 128, 128, 1), ("sm_90", "dq", 128, 128, 1)]
+FEW, MANY = "few", "many"
+#: Targets, kernels, the widths of heads, kinds of launches, and whether kernels add to the results of others.
+WANTED = [(target, kernel, 128, 128, MANY, 0) for target in ("sm_80", "sm_90", "gfx942") for kernel in KERNELS]
+WANTED += [("sm_90", kernel, *widths, MANY, 0) for widths in ((64, 64), (192, 128)) for kernel in KERNELS]
+WANTED += [("sm_90", kernel, 128, 128, FEW, 0) for kernel in ("forward", "dq")]
+WANTED += [("sm_90", kernel, 128, 128, MANY, 1) for kernel in KERNELS]
+WANTED += [("sm_90", "dkdv", 128, 128, "few keys", 0)]
 SHARED = {"sm_80": 163, "sm_90": 227, "gfx942": 64}
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...plan.plans import TileBatch
 from ..kernel import Gradients, Results, Saved
-from .lists import Blocks, Launch, Sizes, work_lists
+from .lists import Launch, Settings, Sizes, Sums, work_lists
 
 _LOG2_E = 1.4426950408889634
 
@@ -23,10 +23,12 @@ _LOG2_E = 1.4426950408889634
 class FusedTiles:
     """The tiles of a step as launches of the fused kernels; `lists.py` describes their integers, int32 here."""
 
-    blocks: Blocks
     tiles: Tensor
-    launches: tuple[Launch[Tensor], ...]
+    forward_launches: tuple[Launch[Tensor], ...]
+    dq_launches: tuple[Launch[Tensor], ...]
     key_launches: tuple[Launch[Tensor], ...]
+    #: None if key items add to tensors of all key rows.
+    sums: Sums[Tensor] | None
 
     takes_views = True
 
@@ -35,7 +37,7 @@ class FusedTiles:
         cls,
         batches: Sequence[TileBatch],
         sizes: Sizes,
-        blocks: Blocks,
+        settings: Settings,
         device: torch.device,
         places: Callable[[Tensor], Tensor] | None = None,
         complete: bool = True,
@@ -46,17 +48,24 @@ class FusedTiles:
             assert places is not None
             return places(torch.from_numpy(numbers).to(device)).cpu().numpy()
 
-        lists = work_lists(batches, sizes, blocks, None if places is None else of_payload, complete)
+        lists = work_lists(batches, sizes, settings, None if places is None else of_payload, complete)
+
+        moved: dict[int, Tensor] = {}
 
         def on_device(x: Any) -> Tensor:
             assert not len(x) or abs(x).max() < 2**31, "row numbers need 31 bits"
-            return torch.from_numpy(x.astype(np.int32)).to(device)
+            if id(x) not in moved:  # Forward and dq may share their items.
+                moved[id(x)] = torch.from_numpy(x.astype(np.int32)).to(device)
+            return moved[id(x)]
 
-        launches, key_launches = (
-            tuple(Launch(x.heads, on_device(x.items), on_device(x.references)) for x in some)
-            for some in (lists.launches, lists.key_launches)
+        launches = (
+            tuple(x._replace(items=on_device(x.items), references=on_device(x.references)) for x in some)
+            for some in (lists.forward, lists.dq, lists.dkdv)
         )
-        return cls(blocks, on_device(lists.tiles), launches, key_launches)
+        sums = lists.sums
+        if sums is not None:
+            sums = sums._replace(items=on_device(sums.items), references=on_device(sums.references))
+        return cls(on_device(lists.tiles), *launches, sums)
 
     def forward(
         self, kernel: Fused, q: Tensor, k: Tensor, v: Tensor, scale: float, totals: Results | None = None
@@ -64,17 +73,17 @@ class FusedTiles:
         """Returns out and lse, as `Work.forward`."""
         q, k, v = (_with_rows(x) for x in (q, k, v))
         if totals is None:
-            dtype = q.dtype if len(self.launches) == 1 else torch.float32
+            dtype = q.dtype if len(self.forward_launches) == 1 else torch.float32
             results = _stored_by_token(q, v.shape[-1], dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
         else:
             results = totals
         out, lse = results
-        for number, launch in enumerate(self.launches):
+        for number, launch in enumerate(self.forward_launches):
             _launch(
-                kernel.forward_kernel, launch, kernel, self.blocks, q, v,
+                kernel.forward_kernel, launch, kernel, q, v,
                 (q, k, v, out, lse, launch.items, launch.references, self.tiles, *kernel.factors(scale)),
                 (*_strides(q), *_key_strides(k), *_key_strides(v), *_strides(out), *lse.stride()[:2]),
-                RESUME=totals is not None or number > 0,
+                RESUME=totals is not None or number > 0, SMALL=launch.setting.small,
             )  # fmt: skip
         return (out.to(q.dtype), lse) if totals is None else totals
 
@@ -84,26 +93,43 @@ class FusedTiles:
         """Returns dq, dk and dv, as `Work.backward`."""
         q, k, v, out, dout = (_with_rows(x) for x in (*saved[:4], dout))
         lse = saved.lse.contiguous()
-        if sums is None:
-            dq = _stored_by_token(q, q.shape[-1], q.dtype if len(self.launches) == 1 else torch.float32)
-            dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
-        else:
+        if sums is not None:
             dq, dk, dv = sums
+        else:
+            dq = _stored_by_token(q, q.shape[-1], q.dtype if len(self.dq_launches) == 1 else torch.float32)
+            if self.sums is not None:
+                dk, dv = (_stored_by_token(x, x.shape[-1], x.dtype) for x in (k, v))
+            else:
+                flat = torch.zeros(k.numel() + v.numel(), dtype=torch.float32, device=k.device)
+                dk, dv = _parts_by_token(flat, k, v)
         delta, factors = torch.empty_like(lse), (*kernel.factors(scale), float(scale))
         rows = (*_strides(q), *_key_strides(k), *_key_strides(v))
-        for number, launch in enumerate(self.launches):
+        for number, launch in enumerate(self.dq_launches):
             _launch(
-                kernel.dq_kernel, launch, kernel, self.blocks, q, v,
+                kernel.dq_kernel, launch, kernel, q, v,
                 (q, k, v, out, dout, lse, delta, dq, launch.items, launch.references, self.tiles, *factors),
                 (*rows, *_strides(out), *_strides(dout), *lse.stride()[:2], *_strides(dq)),
-                RESUME=sums is not None or number > 0,
+                RESUME=sums is not None or number > 0, SMALL=launch.setting.small,
             )  # fmt: skip
+        added = self.sums is None or sums is not None
+        slots = 0 if self.sums is None or added else self.sums.slots
+        parts = dk if added else q.new_empty(slots, k.shape[-1] + v.shape[-1], dtype=torch.float32)
+        of_keys = *_key_strides(dk), *_key_strides(dv)
         for launch in self.key_launches:
             _launch(
-                kernel.dkdv_kernel, launch, kernel, self.blocks, q, v,
-                (q, k, v, dout, lse, delta, dk, dv, launch.items, self.tiles, *factors),
-                (*rows, *_strides(dout), *lse.stride()[:2], *_key_strides(dk), *_key_strides(dv)),
+                kernel.dkdv_kernel, launch, kernel, q, v,
+                (q, k, v, dout, lse, delta, dk, dv, parts, launch.items, self.tiles, *factors),
+                (*rows, *_strides(dout), *lse.stride()[:2], *of_keys),
+                ADD=added,
             )  # fmt: skip
+        if slots:
+            assert self.sums is not None
+            with _on_device(q):
+                kernel.sum_kernel[(len(self.sums.items),)](
+                    parts, dk, dv, self.sums.items, self.sums.references, *of_keys, **_widths(k, v), num_warps=1
+                )
+        if sums is None and self.sums is None:
+            dk, dv = _parts_by_token(flat.to(k.dtype), k, v)
         return dq, dk, dv
 
 
@@ -129,6 +155,12 @@ def _stored_by_token(q: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     return q.new_empty(batch, tokens, heads, width, dtype=dtype).transpose(1, 2)
 
 
+def _parts_by_token(flat: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """Returns tensors of the shapes of k and v, stored by token, in one flat tensor: a fill or a cast of both is one launch."""
+    parts = zip(flat.split([k.numel(), v.numel()]), (k, v))
+    return [part.view(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2) for part, x in parts]
+
+
 #: Triton's interpreter runs one kernel at a time, and the ranks of a simulated ring are threads.
 _INTERPRETER = threading.Lock()
 
@@ -138,27 +170,30 @@ def _on_device(x: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(x.device) if x.is_cuda else _INTERPRETER
 
 
+def _widths(k: Tensor, v: Tensor) -> dict[str, int]:
+    """Returns the widths of rows, and the widths of blocks that hold them."""
+    width, value_width = k.shape[-1], v.shape[-1]
+    return {"D": width, "BLOCK_D": padded_width(width), "DV": value_width, "BLOCK_DV": padded_width(value_width)}
+
+
 def _launch(
-    function: Any, launch: Launch[Tensor], kernel: Fused, blocks: Blocks, q: Tensor, v: Tensor,
-    tensors: tuple[Any, ...], strides: tuple[int, ...], **constants: bool,
+    function: Any, launch: Launch[Tensor], kernel: Fused, q: Tensor, v: Tensor, tensors: tuple[Any, ...],
+    strides: tuple[int, ...], **constants: bool,
 ) -> None:  # fmt: skip
     """Starts a program for each item of a launch."""
-    of_keys = "RESUME" not in constants
-    width, value_width = q.shape[-1], v.shape[-1]
+    setting = launch.setting
     with _on_device(q):
         function[(len(launch.items),)](
             *tensors,
             *strides,
             HEADS=launch.heads,
-            BLOCK_M=blocks.query_rows if of_keys else blocks.rows,
-            BLOCK_N=blocks.key_rows if of_keys else blocks.keys,
-            D=width,
-            BLOCK_D=padded_width(width),
-            DV=value_width,
-            BLOCK_DV=padded_width(value_width),
+            BLOCK_M=setting.rows,
+            BLOCK_N=setting.keys,
+            **_widths(q, v),
             CAPPED=kernel.softcap is not None,
-            num_warps=blocks.key_warps if of_keys else blocks.warps,
-            num_stages=blocks.key_stages if of_keys else blocks.stages,
+            LOOPS=setting.loops,
+            num_warps=setting.warps,
+            num_stages=setting.stages,
             **constants,
         )
 
@@ -173,14 +208,15 @@ class Fused:
 
     name = "fused"
 
-    def __init__(self, blocks: Blocks, softcap: float | None = None) -> None:
+    def __init__(self, settings: Settings, softcap: float | None = None) -> None:
         from . import kernels  # Triton is not there on every machine.
 
-        self.joining: Hashable = blocks
+        self.joining: Hashable = settings
         self.softcap = softcap
         self.forward_kernel: Any = kernels.forward_kernel
         self.dq_kernel: Any = kernels.dq_kernel
         self.dkdv_kernel: Any = kernels.dkdv_kernel
+        self.sum_kernel: Any = kernels.sum_kernel
 
     def factors(self, scale: float) -> tuple[float, float]:
         """Returns the factors of scores inside and outside of the cap, in units of log(2)."""
