@@ -164,7 +164,10 @@ def group(report: Report) -> None:
 
 
 def parts_of(small: bool) -> dict[str, tuple[int, list[tuple[Any, ...]]]]:
-    """Returns the parts of a run by name: their seconds on an H100, and their sections: a title, a function, arguments."""
+    """Returns the parts of a run by name: their seconds on an H100, and their sections: a title, a function, arguments.
+
+    Decoding, the ring and long rows have the seconds of the programs that they were before they were parts.
+    """
     lengths = (256, 512, 1024) if small else (8192, 32768, 131072, 524288)
     *short, longest = ((f"speed, {tokens} tokens", speed, tokens) for tokens in lengths)
     return {
@@ -189,7 +192,7 @@ def main(words: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--small", action="store_true", help="every section at small sizes, also on a CPU")
     shown = ", ".join(f"{name} {seconds} s" for name, (seconds, _) in parts_of(False).items())
-    text = f"the parts to run, by default all; on an H100: {shown}"
+    text = f"the parts to run, by default all; expected on an H100: {shown}"
     parser.add_argument("--parts", nargs="+", choices=parts_of(False), metavar="PART", help=text)
     default = Path(os.environ.get("OUT", "."), "gpu.json")
     parser.add_argument("--json", type=Path, default=default, help="default: gpu.json, in the folder $OUT or this one")
