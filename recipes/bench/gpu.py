@@ -1,7 +1,8 @@
-"""Errors, speed, memory and training steps on one GPU, in a run of at most nine minutes that installs nothing.
+"""Errors, speed, memory, training steps and decoding on one GPU, in a run of at most nine minutes that installs nothing.
 
 On a GPU:            make gpu
-In less time:        make gpu GPU_ARGS="--seconds 300 --json figures.json"
+Some parts of it:    make gpu GPU_ARGS="--parts speed decoding --json figures.json"
+In less time:        make gpu GPU_ARGS="--seconds 300"
 A dry run, any CPU:  make gpu GPU_ARGS=--small
 
 Each table is printed as soon as it is measured, and a JSON file has all figures so far. The run names every part that time,
@@ -11,18 +12,15 @@ memory or packages do not allow. It prints goals beside the results, and fails o
 from __future__ import annotations
 
 import argparse
-import inspect
 import itertools
-import json
-import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -31,77 +29,45 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from memory import STEP, model_of, times_of_step
-from peers import packed_row
-from speed import LIMITS, sdpa
-from timing import Shape, held_memory, reset_peak, table, timed
+from gpu_times import (
+    TINY,
+    apart,
+    cache_name,
+    decoding,
+    flash,
+    long_rows,
+    results,
+    ring_on_one_device,
+    speed,
+    steps,
+)
+from memory import model_of
+from report import CUDA, DEVICE, DTYPE, Report
+from speed import LIMITS
+from timing import Shape, table, timed
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hf_ring_attention as ra
 
-ROOT, GIB = Path(__file__).parents[2], 2**30
-CUDA = torch.cuda.is_available()
-DEVICE, DTYPE = ("cuda", "bfloat16") if CUDA else ("cpu", "float32")
+ROOT = Path(__file__).parents[2]
+#: Nine minutes, less what Python takes to load.
+SECONDS = 520
 #: Kernels that a device may have. A ring refuses the others, with its reason.
 KERNELS = ("auto", "fused", "cudnn", "flash", "efficient", "math") if CUDA else ("auto", "math")
-#: The kernel that is timed beside the one that auto takes, if their results differ.
-OTHER = "fused" if CUDA else "math"
-BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION if CUDA else SDPBackend.MATH)
-#: Patterns, whether rows have many documents, and goals: shares of the speed of SDPA's faster backend, 0 for no goal.
-GOALS = [("exact", False, 0.95), ("exact", True, 0.5), ("window:512+4", False, 0.45), ("window:512+4", True, 0.45)]
-GOALS += [("window:4096+4", False, 0), ("pyramid:512,3", False, 0.45), ("pyramid:512,3", True, 0.45)]
-GOALS += [("longnet:2048/1,8192/4,32768/16", False, 0.55)]
-SPEED = ("forward ms", "both ms", "forward TF/s", "both TF/s", "host ms", "peak GiB")
-WAYS = ("sdpa", "exact", "window:512+4", "pyramid:512,3")
-#: Head sizes and other sizes of the models that are trained.
-LLAMAS: dict[str, tuple[int, dict[str, Any]]] = {
-    "1B": (64, {"intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256, "tie_word_embeddings": True}),
-    "8B, 4 layers": (128, {"intermediate_size": 14336, "vocab_size": 128256}),
-}
-TINY = {"vocab_size": 128, "num_hidden_layers": 1}
 
 
-class Report:
-    """The figures so far, the parts that were left out, and those that are wrong."""
-
-    def __init__(self, seconds: float, small: bool, file: Path) -> None:
-        self.end, self.small, self.file = time.monotonic() + seconds, small, file
-        self.figures: dict[str, Any] = {"left out": {}, "wrong": {}, "speed": [], "steps": []}
-        self.shape = Shape(4, 2, 16, DTYPE, DEVICE) if small else Shape(32, 8, 128, DTYPE, DEVICE)
-
-    @property
-    def left(self) -> float:
-        """The seconds that are left."""
-        return max(0.0, self.end - time.monotonic())
-
-    def note(self, kind: str, name: str, reason: str) -> None:
-        """Names a part that is "left out" or "wrong", with the reason."""
-        self.figures[kind][name] = reason
-        print(f"{kind}: {name}: {reason}", flush=True)
-
-    def run(self, name: str, seconds: float, part: Callable[..., Any], *args: Any) -> Any:
-        """Returns the answer of a part, None if it takes longer than is left or fails; writes all figures."""
-        try:
-            if seconds < self.left:
-                return part(*args)
-            self.note("left out", name, f"it takes about {seconds:.0f} s, and {self.left:.0f} s are left")
-        except torch.OutOfMemoryError:
-            self.note("left out", name, "the device has too little memory")
-        except Exception as error:  # Other parts still have figures.
-            refused = name.startswith("kernel ") and isinstance(error, (ValueError, NotImplementedError))
-            refused = refused or "No available kernel" in str(error)  # The words of sdpa.
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            self.note("left out" if refused else "wrong", name, reason)
-        finally:
-            self.file.write_text(re.sub(r"\bNaN\b", "null", json.dumps(self.figures, indent=1)) + "\n", "utf-8")
-        return None
+def commit() -> str:
+    """Returns the commit of this checkout, and whether files differ from it; of other copies, the version."""
+    if not ((ROOT / ".git").exists() and shutil.which("git")):
+        return f"version {ra.__version__}"
+    words = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def machine(report: Report) -> None:
     """Prints versions, and two ceilings: a product of matrices, and a copy."""
     names = [name for name in ("torch", "transformers", "accelerate", "triton", "numpy") if find_spec(name)]
-    found = {"device": torch.cuda.get_device_name() if CUDA else f"{os.cpu_count()} cores"}
+    found = {"commit": commit(), "device": torch.cuda.get_device_name() if CUDA else f"{os.cpu_count()} cores"}
     found |= {"python": sys.version.split()[0]} | {name: import_module(name).__version__ for name in names}
     found |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())} if CUDA else {}
     side, size = (256, 1 << 20) if report.small else (8192, 1 << 30)
@@ -113,31 +79,18 @@ def machine(report: Report) -> None:
     print(*(f"{name:20} {text}" for name, text in found.items()), sep="\n")
 
 
-def apart(found: Tensor, expected: Tensor) -> float:
-    """Returns the error of a tensor, relative to the norm of the expected one."""
-    expected = expected.detach().double()
-    return float((found.detach().to(expected) - expected).norm() / expected.norm())
-
-
-def results(tensors: Sequence[Tensor], kernel: str, **call: Any) -> list[Tensor]:
-    """Returns out, lse, dq, dk and dv by a kernel."""
-    *leaves, dout = tensors
-    out, lse = ra.ring_attention(*leaves, ring=ra.Ring.alone(kernel=kernel), return_lse=True, **call)
-    return [out, lse, *torch.autograd.grad(out, leaves, dout)]
-
-
 def errors(report: Report) -> None:
     """Compares every kernel that the device has with float64 on the CPU, which the tests compare with the definition."""
     tokens, shape, rows = 80 if report.small else 1000, Shape(4, 1, report.shape.head_dim, DTYPE, DEVICE), []
     for text, packed in itertools.product(("exact", "window:64+4", "pyramid:32,3", "longnet:64/1,256/4"), (0, 1)):
         ends = (0, 1, 2, tokens // 2, tokens // 2 + 1, tokens) if packed else (0, tokens)
         tensors, call = shape.tensors(tokens), {"pattern": text, "documents": [[*itertools.pairwise(ends)]]}
-        expected = results([x.detach().cpu().double().requires_grad_() for x in tensors], "auto", **call)
+        expected = results([x.detach().cpu().double() for x in tensors], ra.Ring.alone(), **call)
         for kernel in KERNELS:
             if f"kernel {kernel}, exact" in report.figures["left out"]:
                 continue
             name = f"{'kernel ' * (kernel != 'auto')}{kernel}, {text}{', packed' * packed}"
-            found = report.run(name, 3, partial(results, tensors, kernel, **call))
+            found = report.run(name, 3, partial(results, tensors, ra.Ring.alone(kernel=kernel), **call))
             far = [*map(apart, found or (), expected)]
             rows += [(name, *(f"{x:.1e}" for x in far))] if found else []
             if not all(x <= LIMITS[DTYPE] for x in far):
@@ -184,81 +137,10 @@ def tests(report: Report, *files: str) -> None:
         report.note("wrong", "tests", f"pytest did not run: {text[-300:]}")
 
 
-def times_of(attend: Callable[..., Any], tensors: Sequence[Tensor], flops: float) -> dict[str, float]:
-    """Returns the times and rates of a call, and its peak of memory beside its inputs."""
-    *inputs, dout = tensors
-    forward, _ = timed(lambda: attend(*inputs))
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    held = reset_peak(DEVICE)
-    both, host = timed(lambda: torch.autograd.grad(attend(*leaves), leaves, dout))
-    peak = (held_memory(DEVICE, peak=True) - held) / GIB if CUDA else math.nan
-    return dict(zip(SPEED, (forward, both, flops / forward / 1e9, 3.5 * flops / both / 1e9, host, peak)))
-
-
-def speed(report: Report, tokens: int) -> None:
-    """Times attention, forward and backward."""
-    shape, every, rows = report.shape, report.figures["speed"], []
-    # The numbers of a token lie side by side, as models store them.
-    tensors = [x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in shape.tensors(tokens)]
-
-    def measure(name: str, attend: Callable[..., Any], pairs: float, goal: float = 0) -> None:
-        before = next((x for x in reversed(every) if x["name"] == name), {"both ms": 0, "pairs": 1})
-        seconds = 3 + 0.002 * before["both ms"] * pairs / before["pairs"]
-        flops = 4 * shape.head_dim * shape.heads * pairs
-        if times := report.run(f"{name}, {tokens} tokens", seconds, times_of, attend, tensors, flops):
-            best = max((x["both TF/s"] for x in rows if "sdpa" in x["name"]), default=times["both TF/s"])
-            share = math.nan if "sdpa" in name else times["both TF/s"] / best
-            reached = f"{goal} {'met' if share >= goal else 'missed'}" if goal else ""
-            rows.append({"name": name, "tokens": tokens, "pairs": pairs, **times, "of SDPA": share, "goal": reached})
-            every.append(rows[-1])
-
-    for backend in BACKENDS:
-        measure(f"sdpa {backend.name.split('_')[0].lower()}", sdpa_kernel(backend)(sdpa), tokens * (tokens + 1) / 2)
-    for text, packed, goal in GOALS:
-        documents = packed_row(tokens, 5 if report.small else 190) if packed else [(0, tokens)]
-        share = partial(ra.Pattern.parse(text).flop_share, num_heads=shape.heads, num_kv_heads=shape.kv_heads)
-        pairs = sum(share(n) * n * (n + 1) / 2 for n in (stop - start for start, stop in documents))
-        name = f"{text}, {len(documents)}" if packed else text
-        call = partial(ra.ring_attention, pattern=text, documents=[documents])
-        calls = [partial(call, ring=ra.Ring.alone(kernel=kernel)) for kernel in ("auto", OTHER)]
-        measure(name, calls[0], pairs, goal)
-        if f"kernel {OTHER}, exact" in report.figures["left out"]:
-            continue
-        other = f"kernel {OTHER}, {name}"
-        part = f"{other}, {tokens} tokens"
-        ends = report.run(part, 30, lambda *ways: [x(*tensors[:3])[:, :, -1024:] for x in ways], *calls)
-        if ends and not apart(*ends) <= LIMITS[DTYPE]:
-            report.note("wrong", part, "its results are not those of the kernel that auto takes")
-        if ends and not torch.equal(*ends):  # The same kernel would give the same bits.
-            measure(other, calls[1], pairs, goal)
-    table(
-        f"Attention of {tokens} tokens, {shape.heads} / {shape.kv_heads} heads x {shape.head_dim}, {DTYPE}",
-        "pattern|fwd\nms|both\nms|fwd\nTF/s|both\nTF/s|of\nSDPA|\ngoal|host\nms|peak\nGiB",
-        [[row[x] for x in ("name", *SPEED[:4], "of SDPA", "goal", *SPEED[4:])] for row in rows],
-        "Both: forward and backward. TF/s: TFLOP/s of the pairs that queries see. Of SDPA: of its faster backend's.",
-    )
-
-
-def steps(report: Report) -> None:
-    """Times training steps with checkpointing, and compares their peaks with the estimate."""
-    tokens, rows = 256 if report.small else 32768, report.figures["steps"]
-    for name, (head_dim, sizes) in LLAMAS.items():
-        model = (report.shape, tokens, TINY) if report.small else (Shape(32, 8, head_dim, DTYPE, DEVICE), tokens, sizes)
-        for way in WAYS:
-            if step := report.run(f"step of {name}, {way}", 25, times_of_step, way, *model):
-                rows.append({"name": f"{name}, {way}", **step})
-        losses = [x["loss"] for x in rows if x["name"] in (f"{name}, sdpa", f"{name}, exact")]
-        if losses and not max(losses) / min(losses) - 1 <= LIMITS[DTYPE]:
-            report.note("wrong", f"step of {name}", f"the losses of sdpa and of exact attention differ: {losses}")
-    title = f"A training step of {tokens} tokens with checkpointing, {DTYPE}; sdpa forms all logits at once"
-    table(title, "|".join(("model, attention", *STEP)), [[x[y] for y in ("name", *STEP)] for x in rows])
-
-
 def generated(model: Any, ids: Tensor, ring: ra.Ring) -> Tensor:
     """Returns the tokens that follow a prefill over a ring."""
     ra.patch_model(model.eval(), ring=ring)
-    named = "cache" in inspect.signature(model.prepare_inputs_for_generation).parameters
-    cache = {"cache" if named else "past_key_values": ra.prefill(model, ids[:, :-1])}
+    cache = {cache_name(model): ra.prefill(model, ids[:, :-1])}
     return model.generate(ids, **cache, max_new_tokens=4, do_sample=False, pad_token_id=0)
 
 
@@ -281,23 +163,49 @@ def group(report: Report) -> None:
         report.note("wrong", "process group", f"{backend} gives other results than no group: {same}")
 
 
+def parts_of(small: bool) -> dict[str, tuple[int, list[tuple[Any, ...]]]]:
+    """Returns the parts of a run by name: their seconds on an H100, and their sections: a title, a function, arguments.
+
+    Decoding, the ring and long rows have the seconds of the programs that they were before they were parts.
+    """
+    lengths = (256, 512, 1024) if small else (8192, 32768, 131072, 524288)
+    *short, longest = ((f"speed, {tokens} tokens", speed, tokens) for tokens in lengths)
+    return {
+        "errors": (18, [("errors", errors)]),
+        "tests": (150, [("tests marked cuda", tests)]),
+        "speed": (40, short),
+        "steps": (50, [("training steps", steps)]),
+        "decoding": (22, [("decoding", decoding)]),
+        "ring": (25, [("a simulated ring", ring_on_one_device)]),
+        "group": (5, [("process group", group)]),
+        "long": (80, [("long rows", long_rows)]),
+        "flash": (0, [("FlashAttention 3 and 4", flash)]),  # 60 s where both are installed
+        "longest": (130, [(f"{longest[0]}, the longest rows", *longest[1:])]),
+    }
+
+
 def main(words: Sequence[str] | None = None) -> None:
     """Runs all sections, and ends with status 1 for wrong numbers and errors."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=540, help="the most seconds of the run (default: 540)")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help=f"the most seconds of the run (default: {SECONDS})"
+    )
     parser.add_argument("--small", action="store_true", help="every section at small sizes, also on a CPU")
+    shown = ", ".join(f"{name} {seconds} s" for name, (seconds, _) in parts_of(False).items())
+    text = f"the parts to run, by default all; expected on an H100: {shown}"
+    parser.add_argument("--parts", nargs="+", choices=parts_of(False), metavar="PART", help=text)
     default = Path(os.environ.get("OUT", "."), "gpu.json")
     parser.add_argument("--json", type=Path, default=default, help="default: gpu.json, in the folder $OUT or this one")
     args = parser.parse_args(words)
     if not (CUDA or args.small):
         parser.error("expected a GPU, found none: use --small for a dry run on the CPU")
     report = Report(args.seconds, args.small, args.json)
-    short = [(f"speed, {x} tokens", speed, x) for x in ((256, 512) if args.small else (8192, 32768, 131072))]
-    long = ("speed of the longest rows", speed, 1024 if args.small else 524288)
-    sections: list[Any] = [("versions and ceilings", machine), ("errors", errors), ("tests marked cuda", tests)]
-    for name, section, *arguments in (*sections, *short, ("training steps", steps), ("process group", group), long):
-        print(f"== {name}, {report.left:.0f} s left", flush=True)
-        report.run(name, 5, section, report, *arguments)
+    sections: list[tuple[Any, ...]] = [("versions and ceilings", machine)]
+    for name, (_, of_part) in parts_of(args.small).items():
+        sections += of_part if name in (args.parts or [name]) else []
+    for title, section, *arguments in sections:
+        print(f"== {title}, {report.left:.0f} s left", flush=True)
+        report.run(title, 5, section, report, *arguments)
     goals = [row["goal"].endswith("met") for row in report.figures["speed"] if row["goal"]]
     left_out, wrong = (len(report.figures[kind]) for kind in ("left out", "wrong"))
     print(f"{sum(goals)} of {len(goals)} goals met, {left_out} parts left out, {wrong} wrong; figures in {args.json}")

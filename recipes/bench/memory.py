@@ -145,7 +145,9 @@ def _parts(shape: Shape, step: Step) -> dict[str, int]:
     return parts | {"working": peak - sum(parts.values())}
 
 
-def times_of_step(way: str, shape: Shape, tokens: int, sizes: dict[str, Any]) -> dict[str, float]:
+def times_of_step(
+    way: str, shape: Shape, tokens: int, sizes: dict[str, Any], mlp_tokens_at_once: int = 0
+) -> dict[str, float]:
     """Returns the first loss under an attention, and the time, the peak and its estimate of later steps."""
     reset_peak(shape.device)  # It collects the last model.
     model = model_of(shape, tokens, keep_attention=way != "sdpa", **sizes)
@@ -153,8 +155,9 @@ def times_of_step(way: str, shape: Shape, tokens: int, sizes: dict[str, Any]) ->
     ids = torch.randint(model.config.vocab_size, (1, tokens), generator=random).to(shape.device)
     optimizer, estimate = torch.optim.AdamW(model.parameters(), 1e-6), math.nan
     if way != "sdpa":
-        ra.patch_model(model, way, ring=ra.Ring.alone())
+        ra.sliced_mlp(ra.patch_model(model, way, ring=ra.Ring.alone()), mlp_tokens_at_once or None)
         setting: Any = {"dtype": shape.dtype, "master_dtype": shape.dtype, "device": shape.device, "parallel": "ddp"}
+        setting["mlp_tokens_at_once"] = mlp_tokens_at_once
         estimate = ra.estimate(model.config, tokens, pattern=way, **setting).peak / 2**30
 
     def step() -> torch.Tensor:

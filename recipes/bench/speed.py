@@ -59,15 +59,16 @@ def mask_of(pattern: ra.Pattern, group: int) -> Callable[..., Tensor]:
     return mask
 
 
-def flex(pattern: ra.Pattern, tokens: int, shape: Shape) -> Callable[..., Any]:
-    """Returns compiled flex_attention under a pattern."""
+def flex(pattern: ra.Pattern, tokens: int, shape: Shape, **kernel_options: Any) -> Callable[..., Any]:
+    """Returns compiled flex_attention under a pattern, with its `kernel_options`, such as BACKEND="FLASH"."""
     dilated = any(getattr(branch, "dilation", 1) > 1 for branch in pattern.branches)
     heads = shape.heads if dilated else None  # Heads differ by the phase of a dilation alone.
     mask = mask_of(pattern, shape.heads // shape.kv_heads)
     blocks = create_block_mask(mask, None, heads, tokens, tokens, device=shape.device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return flex_attention(q, k, v, block_mask=blocks, enable_gqa=q.shape[1] != k.shape[1])
+        gqa: Any = {"enable_gqa": q.shape[1] != k.shape[1], "kernel_options": kernel_options or None}
+        return flex_attention(q, k, v, block_mask=blocks, **gqa)
 
     # torch.compile keeps few results for one code object, so each pattern has its own.
     attend.__code__ = attend.__code__.replace(co_name=f"attend_{id(blocks)}")

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 WIDTH = 80
 #: Every rank is forked from a process that has imported these.
@@ -111,6 +113,31 @@ def timed(call: Callable[[], Any]) -> tuple[float, float]:
     first = run(1)  # Kernels compile, and plans are made.
     one, host = first if first[0] > 2000 else run(1)
     return (run(min(20, int(500 / one)))[0] if one < 250 else one), host
+
+
+def kernel_ms(call: Callable[[], Any]) -> float:
+    """Returns the milliseconds that the kernels of a call take on a GPU, the mean of four calls; NaN without a GPU.
+
+    Copies and fills by the driver do not count, nor does the time that the GPU waits for its host.
+    """
+    if not torch.cuda.is_available():
+        return math.nan
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
+        for _ in range(4):
+            call()
+        torch.cuda.synchronize()
+    return kernel_microseconds(seen.key_averages()) / 4000
+
+
+def kernel_microseconds(events: Iterable[Any]) -> float:
+    """Returns the microseconds of the kernels among averaged events of a profile.
+
+    Operators count the time of their kernels once more, and are events of the host.
+    """
+    kernels = (x for x in events if x.device_type != DeviceType.CPU and not x.is_user_annotation)
+    return sum(x.self_device_time_total for x in kernels if not x.key.startswith(("Memcpy", "Memset")))
 
 
 Runs = dict[str, list[tuple[float, ...]]]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
-FILES = [path for kind in ("py", "yaml", "txt", "md", "png", "gz") for path in RECIPES.rglob(f"*.{kind}")]
+FILES = [path for kind in ("py", "yaml", "txt", "md", "png", "gz", "json") for path in RECIPES.rglob(f"*.{kind}")]
 
 
 def test_all_recipes_are_copied_and_nothing_is_overwritten(tmp_path, command, refusal):

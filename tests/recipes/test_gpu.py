@@ -5,9 +5,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import gpu
+import gpu_times
 import pytest
+from timing import kernel_microseconds
+from torch.autograd import DeviceType
 
 from tests.support.ranks import TIMEOUT
 
@@ -27,7 +31,8 @@ find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name.partition(".")[0] in {MISSING} else find(name, *rest)
 """
 SECTIONS = ["versions and ceilings", "errors", "tests marked cuda", "speed, 256 tokens", "speed, 512 tokens"]
-SECTIONS += ["training steps", "process group", "speed of the longest rows"]
+SECTIONS += ["training steps", "decoding", "a simulated ring", "process group", "long rows", "FlashAttention 3 and 4"]
+SECTIONS += ["speed, 1024 tokens, the longest rows"]
 
 
 @pytest.fixture
@@ -64,8 +69,37 @@ def test_a_dry_run_of_every_section(tmp_path, without_packages):
         if row["goal"]:
             goal, verdict = row["goal"].split()
             assert verdict == ("met" if row["of SDPA"] >= float(goal) else "missed")
-    assert len(figures["steps"]) == len(gpu.LLAMAS) * len(gpu.WAYS)
+    steps = {row["name"]: row for row in figures["steps"]}
+    assert len(steps) == len(gpu_times.LLAMAS) * len(gpu_times.WAYS)
     assert all(figures["group"].values())
+    assert [row["name"] for row in figures["decoding"]] == ["sdpa", "exact", "window:512+4"]
+    # A CPU has no time of kernels.
+    assert all(row["ms"] > 0 and (row["GPU ms"] is None) != gpu.CUDA for row in figures["decoding"])
+    assert [row["name"] for row in figures["ring"]] == ["exact", "window:512+4", "pyramid:512,3"]
+    assert all(row["error"] < gpu.LIMITS[gpu.DTYPE] and (row["ratio"] is None) != gpu.CUDA for row in figures["ring"])
+    long = {row["name"]: row for row in figures["long rows"]}
+    assert long.keys() == {"256, window:512+4", "256, pyramid:512,3", "512, window:512+4", "256, exact"}
+    # MLPs in slices change the estimate, and not the loss.
+    assert long["256, exact"]["estimate"] < steps["1B, exact"]["estimate"]
+    assert long["256, exact"]["loss"] == pytest.approx(steps["1B, exact"]["loss"], rel=1e-5)
+    assert len(figures["flash"]) + len({"FA3", "FA4"} & figures["left out"].keys()) >= 2
+    assert figures["machine"]["commit"]
+
+
+def test_parts_can_be_named(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        gpu.main(["--small", "--parts", "group", "flash", "--json", str(tmp_path / "figures.json")])
+    assert not ended.value.code
+    titles = [line[3:].rpartition(", ")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("== ")]
+    assert titles == ["versions and ceilings", "process group", "FlashAttention 3 and 4"]
+    with pytest.raises(SystemExit):
+        gpu.main(["--small", "--parts", "nothing"])
+    assert "invalid choice: 'nothing'" in capsys.readouterr().err
+
+
+def test_all_parts_fit_into_the_run():
+    assert sum(seconds for seconds, _ in gpu.parts_of(False).values()) <= gpu.SECONDS <= 540
+    assert gpu.parts_of(True).keys() == gpu.parts_of(False).keys()
 
 
 @pytest.fixture
@@ -147,6 +181,61 @@ def test_tests_that_take_too_long_are_left_out(report, monkeypatch, tmp_path):
     assert report.figures["left out"] == {"tests": "those that had not ended after 1 s"}
     gpu.errors(report), gpu.steps(report)
     assert report.figures["errors"] == report.figures["steps"] == [] and report.figures["wrong"] == {}
+
+
+def test_a_ring_with_other_results_is_wrong(report, monkeypatch):
+    run = gpu.ra.run_simulated
+    monkeypatch.setattr(
+        gpu.ra, "run_simulated", lambda *x, **y: [[1.01 * z for z in of_rank] for of_rank in run(*x, **y)]
+    )
+    gpu_times.ring_on_one_device(report)
+    assert [row["error"] for row in report.figures["ring"]] == pytest.approx([0.01] * 3, rel=1e-3)
+    assert [*report.figures["wrong"]] == [f"ring of 8, {row['name']}" for row in report.figures["ring"]]
+
+
+def test_other_implementations_are_timed_where_they_are_installed(report, monkeypatch):
+    """FA4 is there, and FA3 is not; a block mask for flex_attention that shows other keys is found."""
+    active = []
+
+    def activate(name):
+        if name == "FA3":
+            raise ImportError("No module named 'flash_attn_interface'")
+        active.append(name)
+
+    def flex(pattern, tokens, shape, BACKEND):
+        assert (str(pattern), tokens, BACKEND) == ("window:512+4", 512, "FLASH")
+        return lambda q, k, v: gpu.ra.ring_attention(q, k, v, pattern="window:64+4")
+
+    settings = {"activate": activate, "restore": active.clear}
+    for word, function in settings.items():
+        monkeypatch.setattr(gpu.torch.nn.attention, f"{word}_flash_attention_impl", function, raising=False)
+    monkeypatch.setattr(gpu_times, "flex", flex)
+    gpu_times.flash(report)
+    assert report.figures["left out"]["FA3"] == "ImportError: No module named 'flash_attn_interface'"
+    by_torch, *_, by_flex = report.figures["flash"]
+    assert by_torch["name"] == "sdpa by FA4" and by_torch["error"] < gpu.LIMITS[gpu.DTYPE]
+    assert by_flex["name"] == "flex by FA4, window:512+4" and by_flex["both ms"] > 0
+    assert [*report.figures["wrong"]] == [by_flex["name"]] and not active
+    if not gpu.CUDA:  # No CPU has the kernel, and its ring says so.
+        assert {"kernel flash by FA4, exact", "kernel flash by FA4, window:512+4"} <= report.figures["left out"].keys()
+    monkeypatch.delattr(gpu.torch.nn.attention, "activate_flash_attention_impl")
+    gpu_times.flash(report)
+    assert "torch 2.11 activates them" in report.figures["left out"]["FA3, FA4"]
+
+
+def test_kernels_count_once_and_copies_not_at_all():
+    events = [("aten::mm", "CPU", 5.0), ("gemm", "CUDA", 5.0), ("Memcpy DtoD (Device -> Device)", "CUDA", 3.0)]
+    events += [("_forward", "CUDA", 2.0), ("Memset (Device)", "CUDA", 1.0), ("step", "CUDA", 9.0)]
+    profile = [
+        SimpleNamespace(
+            key=key,
+            device_type=getattr(DeviceType, device),
+            self_device_time_total=time,
+            is_user_annotation=key == "step",
+        )
+        for key, device, time in events
+    ]
+    assert kernel_microseconds(profile) == 7
 
 
 def test_the_time_of_a_call_is_its_own():

@@ -1,0 +1,108 @@
+"""Two pictures of the figures of `make gpu`: milliseconds and GiB of attention against the length of a row.
+
+The guide's:   python recipes/bench/draw.py recipes/bench/h100.json recipes/pictures
+Yours:         python recipes/bench/draw.py gpu.json .
+
+Lines differ by marker and by dashes, and have their names at their ends, so that they need no colour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+#: The patterns that are drawn, and their marker and dashes. A large empty marker shows a line below another line.
+STYLES = {
+    "sdpa": ("s", "-", {"markersize": 11, "markerfacecolor": "none"}),
+    "exact": ("o", "--", {}),
+    "pyramid:512,3": ("^", "-", {"markersize": 11, "markerfacecolor": "none"}),
+    "longnet:2048/1,8192/4,32768/16": ("D", ":", {}),
+    "window:512+4": ("v", "-.", {}),
+}
+#: The figures that are drawn, and the ends of the files' names.
+FIGURES = {
+    "both ms": ("ms", "milliseconds, forward and backward"),
+    "peak GiB": ("gib", "GiB at the peak, beside inputs"),
+}
+
+
+def lines_of(speed: Sequence[Mapping[str, Any]], figure: str) -> dict[str, list[tuple[int, float]]]:
+    """Returns (tokens, figure) for each pattern that is drawn; sdpa has its faster backend for each length."""
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for name in STYLES:
+        rows: dict[int, Mapping[str, Any]] = {}
+        for row in speed:
+            if row["name"] == name or (name == "sdpa" and row["name"].startswith("sdpa ")):
+                rows[row["tokens"]] = min(rows.get(row["tokens"], row), row, key=lambda x: x["both ms"])
+        points = [(tokens, row[figure]) for tokens, row in sorted(rows.items()) if row[figure] is not None]
+        lines |= {name: points} if points else {}
+    return lines
+
+
+def ends_of(lines: Mapping[str, Sequence[tuple[int, float]]], ratio: float) -> list[tuple[str, float, float]]:
+    """Returns (names, the end of their lines, where the names stand), each `ratio` or more above those below.
+
+    Lines that end within 2 % of each other share their names' place.
+    """
+    ends: list[tuple[list[str], float, float]] = []
+    for name, points in sorted(lines.items(), key=lambda line: line[1][-1][1]):
+        value = points[-1][1]
+        if ends and value < 1.02 * ends[-1][1]:
+            ends[-1][0].append(name)
+        else:
+            ends.append(([name], value, max(value, ends[-1][2] * ratio) if ends else value))
+    return [(", ".join(sorted(names, key=[*lines].index)), value, place) for names, value, place in ends]
+
+
+def draw(figures: Mapping[str, Any], figure: str, path: Path) -> None:
+    """Draws one of `FIGURES` against tokens, both on logarithmic scales."""
+    from matplotlib.figure import Figure  # Only pictures need it.
+
+    lines, label = lines_of(figures["speed"], figure), FIGURES[figure][1]
+    if not lines:
+        raise ValueError(f"expected rows of speed with {figure!r}, found none: measure them on a GPU")
+    picture = Figure(figsize=(8, 4.6), layout="constrained")
+    axis = picture.subplots()
+    for name, points in lines.items():
+        marker, dashes, more = STYLES[name]
+        axis.plot(*zip(*points), marker=marker, linestyle=dashes, color="black", linewidth=1.3, **more)
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log", subs=())
+    last = max(points[-1][0] for points in lines.values())
+    bottom, top = axis.get_ylim()
+    digits = (1, 2, 5) if top / bottom < 1000 else (1,)
+    ticks = [digit * 10.0**power for power in range(-6, 9) for digit in digits]
+    axis.set_yticks([tick for tick in ticks if bottom <= tick <= top])
+    for names, value, place in ends_of(lines, (top / bottom) ** 0.045):
+        names = names.replace("longnet:2048/1,8192/4,32768/16", "longnet")
+        axis.annotate(names, (last, value), xytext=(1.15 * last, place), va="center", fontsize=11)
+    axis.set_xticks(sorted({tokens for points in lines.values() for tokens, _ in points}))
+    axis.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")
+    axis.minorticks_off()
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    axis.tick_params(labelsize=11)
+    axis.set_xlabel("tokens of a row", fontsize=11)
+    axis.set_ylabel(label, fontsize=11)
+    axis.set_title(f"{figures['machine']['device']}, commit {figures['machine']['commit']}", fontsize=11)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(alpha=0.3)
+    picture.savefig(path, dpi=100)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Draws both pictures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("figures", type=Path, help="the JSON file of a run of `make gpu`")
+    parser.add_argument("folder", type=Path, help="the folder of the pictures gpu_ms.png and gpu_gib.png")
+    args = parser.parse_args(words)
+    figures = json.loads(args.figures.read_text("utf-8"))
+    for figure, (end, _) in FIGURES.items():
+        draw(figures, figure, args.folder / f"gpu_{end}.png")
+        print(f"wrote {args.folder / f'gpu_{end}.png'}")
+
+
+if __name__ == "__main__":
+    main()
