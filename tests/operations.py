@@ -27,7 +27,7 @@ def count_for_cuda(monkeypatch):
         return CudaFlash() if kinds.whole_rows else Fused(settings_for(torch.bfloat16, 128, "sm_90"))
 
     monkeypatch.setattr(cuda_kernels, "aten", SilentOperators)
-    monkeypatch.setattr(tiles, "_launch", lambda function, launch, *_, **__: torch.ops.silent.launch(launch.items))
+    monkeypatch.setattr(tiles, "_start", lambda function, items, *_, **__: torch.ops.silent.launch(items))
     monkeypatch.setattr(planned, "choose_kernel", chosen)
 
 

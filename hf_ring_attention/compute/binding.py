@@ -14,7 +14,8 @@ from ..plan.plans import TileBatch, freshness, tiles_from
 from ..plan.problem import Problem
 from .bands import folds_are_heads
 from .batched import BatchedTiles, BoundBatch
-from .fused.lists import Settings, Sizes
+from .fused.columns import Sizes
+from .fused.settings import Settings
 from .fused.tiles import FusedTiles
 from .kernel import Work
 from .packed_row import PackedRow

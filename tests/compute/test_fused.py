@@ -10,7 +10,8 @@ import torch
 import hf_ring_attention as ra
 from hf_ring_attention.compute.fused import choice
 from hf_ring_attention.compute.fused.choice import fused_kernel, settings_for, why_not_fused
-from hf_ring_attention.compute.fused.lists import Setting, Sizes
+from hf_ring_attention.compute.fused.columns import Sizes
+from hf_ring_attention.compute.fused.settings import Setting
 from hf_ring_attention.compute.fused.tiles import FusedTiles
 from hf_ring_attention.compute.kernel import Saved
 from hf_ring_attention.plan.layouts import SequenceLayout
@@ -63,7 +64,8 @@ def work_of(case, settings):
 
 
 @pytest.mark.parametrize(
-    ("text", "launches", "slots"), [("exact", 1, 0), ("window:12", 1, 0), ("window:12+3", 1, 12), ("longnet:16/1,all/4", 2, None)]
+    ("text", "launches", "slots"),
+    [("exact", 1, 0), ("window:12", 1, 0), ("window:12+3", 1, 12), ("longnet:16/1,all/4", 2, None)],
 )
 def test_launches_and_dtypes(text, launches, slots, monkeypatch):
     """One launch of all tiles writes 16 bits at once; rows of dilated queries are added in float32 by a separate launch.
@@ -71,8 +73,8 @@ def test_launches_and_dtypes(text, launches, slots, monkeypatch):
     A backward pass of a window is a launch of dq and one of dk and dv; with sinks that many queries see, two more. Keys that
     several branches show are added in float32.
     """
-    monkeypatch.setattr("hf_ring_attention.compute.fused.lists._MOST_ROWS", 48 if slots else 64)
-    monkeypatch.setattr("hf_ring_attention.compute.fused.lists._KEY_ITEMS", 64)
+    monkeypatch.setattr("hf_ring_attention.compute.fused.key_items._MOST_ROWS", 48 if slots else 64)
+    monkeypatch.setattr("hf_ring_attention.compute.fused.key_items._KEY_ITEMS", 64)
     case = case_of(text, seq_len=64)
     kernel = fused_kernel(CPU, torch.float16, 16, 16)
     started = count_launches(kernel)
@@ -84,7 +86,10 @@ def test_launches_and_dtypes(text, launches, slots, monkeypatch):
     assert (out.dtype, lse.dtype) == (torch.float16, torch.float32)
     started.clear()
     grads = work.backward(kernel, dout, Saved(q, k, v, out, lse), 0.25)
-    assert [x.dtype for x in grads] == [torch.float16 if launches == 1 else torch.float32, *[torch.float16] * 2]
+    assert [x.dtype for x in grads] == [
+        torch.float16 if launches == 1 else torch.float32,
+        *[torch.float32 if slots is None else torch.float16] * 2,
+    ]
     of_keys = ["dkdv_kernel"] if not slots else ["dkdv_kernel", "dkdv_kernel", "sum_kernel"]
     assert started == [*["dq_kernel"] * launches, *of_keys]
     assert (work.sums and work.sums.slots) == slots  # The 3 sinks of 2 heads, in 2 parts.

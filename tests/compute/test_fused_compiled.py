@@ -45,6 +45,6 @@ def test_registers_memory_and_products(wanted, compiled):
     # Older releases of Triton spill a few registers on other devices; here some addresses, outside of the loops over keys.
     outside = 24 if wanted[1:3] == ("forward", 64) else 0
     assert facts["spills"] <= (outside if target == "sm_90" else 64)
-    # Key items of the widest heads have 32 keys, or they would spill, and others are sinks; warp groups multiply 64 rows at once.
+    # Warp groups multiply 64 rows at once. Key items of the widest heads have 32 keys, or they would spill; sinks are fewer.
     if target == "sm_90" and (wanted[1], wanted[2]) != ("dkdv", 192) and "few keys" not in wanted:
         assert facts["of whole warp groups"] > 0

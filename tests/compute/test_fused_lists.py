@@ -6,7 +6,9 @@ import random
 import numpy as np
 import pytest
 
-from hf_ring_attention.compute.fused.lists import Setting, Settings, Sizes, heads_of_an_item, work_lists
+from hf_ring_attention.compute.fused.columns import Sizes
+from hf_ring_attention.compute.fused.lists import work_lists
+from hf_ring_attention.compute.fused.settings import Setting, Settings, heads_of_an_item
 from hf_ring_attention.plan.layouts import SequenceLayout
 from hf_ring_attention.plan.patterns import Pattern
 from hf_ring_attention.plan.plans import of_heads, plan_rank, tiles_from
@@ -34,7 +36,7 @@ def pairs_of_tiles(batches, sizes):
 
 
 def pairs_of_items(lists, sizes, places, complete):
-    """The same by the items of forward, by those of dq, and by the key items; `places` finds the row of a place in a payload."""
+    """The same by the items of forward, of dq, and by key items; `places` finds the row of a place in a payload."""
     found = [np.zeros((sizes.batch, sizes.heads, sizes.query_rows, sizes.key_rows), np.int64) for _ in range(3)]
 
     def see(count, tile, b, hq, hk, x, keys):
@@ -148,7 +150,13 @@ def test_some_key_value_heads(rng):
         layout = SequenceLayout("contiguous", case.seq_len, 1)
         heads = range(rng.randrange(3), 3)
         batches = of_heads(plan_rank(case.problem(layout), 0).own, heads, 2)
-        check(batches, Sizes(case.batch, 6, 3, case.seq_len, case.seq_len), random_settings_of_kernels(rng), rng, complete=False)
+        check(
+            batches,
+            Sizes(case.batch, 6, 3, case.seq_len, case.seq_len),
+            random_settings_of_kernels(rng),
+            rng,
+            complete=False,
+        )
 
 
 def test_keys_of_a_cache(rng):
@@ -168,11 +176,11 @@ def test_keys_of_a_cache(rng):
 
 def test_few_keys_of_many_queries_are_cut(monkeypatch):
     """Sinks of a long row are the work of many programs, not of one."""
-    monkeypatch.setattr("hf_ring_attention.compute.fused.lists._MOST_ROWS", 8)
+    monkeypatch.setattr("hf_ring_attention.compute.fused.key_items._MOST_ROWS", 8)
     problem = Problem(
         Pattern.parse("window:4+2"), SequenceLayout("contiguous", 64, 1), (((0, 64),),), num_heads=2, num_kv_heads=1
     )
-    monkeypatch.setattr("hf_ring_attention.compute.fused.lists._KEY_ITEMS", 100)
+    monkeypatch.setattr("hf_ring_attention.compute.fused.key_items._KEY_ITEMS", 100)
     sizes, settings = Sizes(1, 2, 1, 64, 64), SMALL_BLOCKS
     batches = plan_rank(problem, 0).own
     lists = work_lists(batches, sizes, settings, None, True)
@@ -188,7 +196,7 @@ def test_few_keys_of_many_queries_are_cut(monkeypatch):
 def test_each_key_row_is_written_once(text, slots, monkeypatch):
     """Also the rows of padding, whose gradients are 0, and sinks that many queries see, whose gradients are sums."""
     for name, number in {"_MOST_ROWS": 30, "_KEY_ITEMS": 50}.items():
-        monkeypatch.setattr(f"hf_ring_attention.compute.fused.lists.{name}", number if slots else 1000)
+        monkeypatch.setattr(f"hf_ring_attention.compute.fused.key_items.{name}", number if slots else 1000)
     documents = (((0, 1), (3, 40), (41, 60)), ((5, 64),), ())
     layout, pattern = SequenceLayout("contiguous", 64, 1), Pattern.parse(text)
     problem = Problem(pattern, layout, documents, num_heads=4, num_kv_heads=2)
@@ -201,12 +209,16 @@ def test_each_key_row_is_written_once(text, slots, monkeypatch):
 def test_many_shared_key_rows_are_added_in_place():
     """Where most key rows have several writers, sums of all rows take less memory than their parts."""
     layout = SequenceLayout("contiguous", 64, 1)
-    problem = Problem(Pattern.parse("branches:window=8,segment=32/2"), layout, (((0, 64),),), num_heads=2, num_kv_heads=1)
+    problem = Problem(
+        Pattern.parse("branches:window=8,segment=32/2"), layout, (((0, 64),),), num_heads=2, num_kv_heads=1
+    )
     lists = work_lists(plan_rank(problem, 0).own, Sizes(1, 2, 1, 64, 64), SMALL_BLOCKS, None, True)
     assert lists.sums is None
 
 
-@pytest.mark.parametrize(("text", "rows"), [("window:512", 16), ("window:1024", 32), ("exact", 32), ("pyramid:512,3", 32)])
+@pytest.mark.parametrize(
+    ("text", "rows"), [("window:512", 16), ("window:1024", 32), ("exact", 32), ("pyramid:512,3", 32)]
+)
 def test_launches_whose_queries_see_few_keys_take_other_settings(text, rows):
     few, many = Setting(16, 64, 4, 1), Setting(32, 64, 4, 1)
     settings = Settings((few, many), (few, few), (few._replace(keys=32), many))

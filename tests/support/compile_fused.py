@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hf_ring_attention.compute.fused import kernels
+from hf_ring_attention.compute.fused import backward_kernels, kernels
 from hf_ring_attention.compute.fused.choice import settings_for
 from hf_ring_attention.compute.fused.tiles import padded_width
 
@@ -30,7 +30,7 @@ TARGETS = {
     "sm_100": (GPUTarget("cuda", 100, 32), 227),
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64),
 }
-KERNELS = {"forward": kernels.forward_kernel, "dq": kernels.dq_kernel, "dkdv": kernels.dkdv_kernel}
+KERNELS = {"forward": kernels.forward_kernel, "dq": backward_kernels.dq_kernel, "dkdv": backward_kernels.dkdv_kernel}
 _FLOATS = {"LSE", "DELTA", "PARTS"}
 _NUMBERS = {"ITEMS", "REFERENCES", "TILES"}
 
@@ -103,7 +103,7 @@ def facts(kernel, target):
 
 
 def main():
-    """Compiles what the arguments name: target, kernel, widths of keys and of values, kind of launch, and whether it adds to results."""
+    """Compiles what the arguments name: target, kernel, widths of keys and values, kind of launch, and adding or not."""
     for wanted in sys.argv[1:]:
         target, name, width, value_width, few, resume = wanted.split(",")
         setting = settings_of(target, name, max(int(width), int(value_width)), few)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_ring_attention.compute.fused.choice import is_interpreted
-from hf_ring_attention.compute.fused.lists import Setting, Settings
+from hf_ring_attention.compute.fused.settings import Setting, Settings
 from hf_ring_attention.compute.fused.tiles import Fused
 from hf_ring_attention.ring import planned
 
@@ -24,6 +24,7 @@ needs_triton = pytest.mark.skipif(
 needs_interpreter = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or not is_interpreted(), reason="needs Triton's interpreter, on a CPU"
 )
+
 
 def small_settings(forward=16, keys=16, loops="split", small=False, few_keys=False):
     """Settings of small blocks for both kinds of launches."""
@@ -42,7 +43,9 @@ def random_settings_of_kernels(rng):
 
     def setting(small=False):
         loops = rng.choice(["one", "split", "staged"])
-        return Setting(rng.choice([16, 32, 64, 64]), rng.choice([16, 32, 64]), 4, 1, loops, small and rng.random() < 0.5)
+        return Setting(
+            rng.choice([16, 32, 64, 64]), rng.choice([16, 32, 64]), 4, 1, loops, small and rng.random() < 0.5
+        )
 
     pairs = [(setting(small), setting(small)) for small in (True, True, False)]
     return Settings(*pairs, rng.choice([None, setting()._replace(keys=16)]))

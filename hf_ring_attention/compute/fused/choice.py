@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from .lists import Setting, Settings
+from .settings import Setting, Settings
 from .tiles import Fused, padded_width
 
 
@@ -20,8 +20,8 @@ def _untuned(
     return Settings((forward, forward), (dq, dq), (dkdv, dkdv))
 
 
-#: Settings for 16 bit numbers, by device and the widest head: the fastest of those that `make gpu GPU_ARGS=--tune` times, which
-#: prints a row for another device. Of launches whose queries see few keys, and many. Measured on an H100.
+#: Settings for 16 bit numbers, by device and the widest head, of launches whose queries see few keys, and many: the fastest in
+#: a sweep on an H100 with Triton 3.6. For another device, `make gpu GPU_ARGS=--tune` prints the row that belongs here.
 _TUNED = {
     ("sm_90", 64): Settings(
         forward=2 * (Setting(128, 64, 4, 3, "split"),),
@@ -35,8 +35,8 @@ _TUNED = {
         few_keys=Setting(64, 16, 4, 2, "staged"),
     ),
 }
-#: The same for other devices, by their shared memory. Compiled by Triton 3.9 for sm_80 ("medium") and gfx942 ("amd"), none of them
-#: spills registers, and for sm_86 ("small") at most 32 bytes.
+#: The same for other devices, by their shared memory. Compiled by Triton 3.9 for sm_80 ("medium") and gfx942 ("amd"), no
+#: setting spills registers, and for sm_86 ("small") at most 32 bytes.
 _BY_MEMORY = {
     ("large", 256): _untuned(128, 32, 8, 1, 32, 32, 8, 1),
     ("medium", 64): _untuned(128, 64, 8, 3, 32, 128, 8, 2),

@@ -14,7 +14,10 @@ from torch import Tensor
 
 from ...plan.plans import TileBatch
 from ..kernel import Gradients, Results, Saved
-from .lists import Launch, Settings, Sizes, Sums, work_lists
+from .columns import Sizes
+from .key_items import Sums
+from .lists import Launch, work_lists
+from .settings import Settings
 
 _LOG2_E = 1.4426950408889634
 
@@ -58,14 +61,14 @@ class FusedTiles:
                 moved[id(x)] = torch.from_numpy(x.astype(np.int32)).to(device)
             return moved[id(x)]
 
-        launches = (
-            tuple(x._replace(items=on_device(x.items), references=on_device(x.references)) for x in some)
+        forward, dq, dkdv = (
+            tuple(Launch(x.setting, x.heads, on_device(x.items), on_device(x.references)) for x in some)
             for some in (lists.forward, lists.dq, lists.dkdv)
         )
-        sums = lists.sums
-        if sums is not None:
-            sums = sums._replace(items=on_device(sums.items), references=on_device(sums.references))
-        return cls(on_device(lists.tiles), *launches, sums)
+        sums: Sums[Tensor] | None = None
+        if lists.sums is not None:
+            sums = Sums(on_device(lists.sums.items), on_device(lists.sums.references), lists.sums.slots)
+        return cls(on_device(lists.tiles), forward, dq, dkdv, sums)
 
     def forward(
         self, kernel: Fused, q: Tensor, k: Tensor, v: Tensor, scale: float, totals: Results | None = None
@@ -74,7 +77,7 @@ class FusedTiles:
         q, k, v = (_with_rows(x) for x in (q, k, v))
         if totals is None:
             dtype = q.dtype if len(self.forward_launches) == 1 else torch.float32
-            results = _stored_by_token(q, v.shape[-1], dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
+            results = _new(q, v.shape[-1], dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
         else:
             results = totals
         out, lse = results
@@ -93,15 +96,15 @@ class FusedTiles:
         """Returns dq, dk and dv, as `Work.backward`."""
         q, k, v, out, dout = (_with_rows(x) for x in (*saved[:4], dout))
         lse = saved.lse.contiguous()
+        added = self.sums is None or sums is not None
         if sums is not None:
             dq, dk, dv = sums
         else:
-            dq = _stored_by_token(q, q.shape[-1], q.dtype if len(self.dq_launches) == 1 else torch.float32)
-            if self.sums is not None:
-                dk, dv = (_stored_by_token(x, x.shape[-1], x.dtype) for x in (k, v))
+            dq = _new(q, q.shape[-1], q.dtype if len(self.dq_launches) == 1 else torch.float32)
+            if added:
+                dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
             else:
-                flat = torch.zeros(k.numel() + v.numel(), dtype=torch.float32, device=k.device)
-                dk, dv = _parts_by_token(flat, k, v)
+                dk, dv = (_new(x, x.shape[-1], x.dtype) for x in (k, v))
         delta, factors = torch.empty_like(lse), (*kernel.factors(scale), float(scale))
         rows = (*_strides(q), *_key_strides(k), *_key_strides(v))
         for number, launch in enumerate(self.dq_launches):
@@ -111,7 +114,6 @@ class FusedTiles:
                 (*rows, *_strides(out), *_strides(dout), *lse.stride()[:2], *_strides(dq)),
                 RESUME=sums is not None or number > 0, SMALL=launch.setting.small,
             )  # fmt: skip
-        added = self.sums is None or sums is not None
         slots = 0 if self.sums is None or added else self.sums.slots
         parts = dk if added else q.new_empty(slots, k.shape[-1] + v.shape[-1], dtype=torch.float32)
         of_keys = *_key_strides(dk), *_key_strides(dv)
@@ -124,12 +126,8 @@ class FusedTiles:
             )  # fmt: skip
         if slots:
             assert self.sums is not None
-            with _on_device(q):
-                kernel.sum_kernel[(len(self.sums.items),)](
-                    parts, dk, dv, self.sums.items, self.sums.references, *of_keys, **_widths(k, v), num_warps=1
-                )
-        if sums is None and self.sums is None:
-            dk, dv = _parts_by_token(flat.to(k.dtype), k, v)
+            arguments = (parts, dk, dv, self.sums.items, self.sums.references, *of_keys)
+            _start(kernel.sum_kernel, self.sums.items, arguments, **_widths(k, v), num_warps=1)
         return dq, dk, dv
 
 
@@ -149,16 +147,11 @@ def _strides(x: Tensor) -> tuple[int, int, int]:
     return batch, head, row
 
 
-def _stored_by_token(q: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Returns a new tensor [B, H, n, width] that is stored by token, as models take it."""
-    batch, heads, tokens, _ = q.shape
-    return q.new_empty(batch, tokens, heads, width, dtype=dtype).transpose(1, 2)
-
-
-def _parts_by_token(flat: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Returns tensors of the shapes of k and v, stored by token, in one flat tensor: a fill or a cast of both is one launch."""
-    parts = zip(flat.split([k.numel(), v.numel()]), (k, v))
-    return [part.view(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2) for part, x in parts]
+def _new(x: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """Returns a new tensor [B, H, n, width] for x [B, H, n, D], stored by token, as models take it."""
+    batch, heads, tokens, _ = x.shape
+    strides = tokens * heads * width, width, heads * width, 1
+    return torch.empty_strided((batch, heads, tokens, width), strides, dtype=dtype, device=x.device)
 
 
 #: Triton's interpreter runs one kernel at a time, and the ranks of a simulated ring are threads.
@@ -182,20 +175,17 @@ def _launch(
 ) -> None:  # fmt: skip
     """Starts a program for each item of a launch."""
     setting = launch.setting
-    with _on_device(q):
-        function[(len(launch.items),)](
-            *tensors,
-            *strides,
-            HEADS=launch.heads,
-            BLOCK_M=setting.rows,
-            BLOCK_N=setting.keys,
-            **_widths(q, v),
-            CAPPED=kernel.softcap is not None,
-            LOOPS=setting.loops,
-            num_warps=setting.warps,
-            num_stages=setting.stages,
-            **constants,
-        )
+    _start(
+        function, launch.items, (*tensors, *strides), HEADS=launch.heads, BLOCK_M=setting.rows, BLOCK_N=setting.keys,
+        **_widths(q, v), CAPPED=kernel.softcap is not None, LOOPS=setting.loops, num_warps=setting.warps,
+        num_stages=setting.stages, **constants,
+    )  # fmt: skip
+
+
+def _start(function: Any, items: Tensor, arguments: tuple[Any, ...], **options: Any) -> None:
+    """Starts a program for each item."""
+    with _on_device(items):
+        function[(len(items),)](*arguments, **options)
 
 
 def padded_width(width: int) -> int:
@@ -209,14 +199,14 @@ class Fused:
     name = "fused"
 
     def __init__(self, settings: Settings, softcap: float | None = None) -> None:
-        from . import kernels  # Triton is not there on every machine.
+        from . import backward_kernels, kernels  # Triton is not there on every machine.
 
         self.joining: Hashable = settings
         self.softcap = softcap
         self.forward_kernel: Any = kernels.forward_kernel
-        self.dq_kernel: Any = kernels.dq_kernel
-        self.dkdv_kernel: Any = kernels.dkdv_kernel
-        self.sum_kernel: Any = kernels.sum_kernel
+        self.dq_kernel: Any = backward_kernels.dq_kernel
+        self.dkdv_kernel: Any = backward_kernels.dkdv_kernel
+        self.sum_kernel: Any = backward_kernels.sum_kernel
 
     def factors(self, scale: float) -> tuple[float, float]:
         """Returns the factors of scores inside and outside of the cap, in units of log(2)."""
