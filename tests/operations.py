@@ -11,7 +11,7 @@ import torch
 from hf_ring_attention.compute import cuda_kernels
 from hf_ring_attention.compute.cuda_kernels import CudaFlash, Cudnn
 from hf_ring_attention.compute.fused import tiles
-from hf_ring_attention.compute.fused.choice import blocks_for
+from hf_ring_attention.compute.fused.choice import settings_for
 from hf_ring_attention.compute.fused.tiles import Fused
 from hf_ring_attention.plan.kernel_choice import LONG_TILE
 from hf_ring_attention.ring import planned
@@ -24,10 +24,10 @@ def count_for_cuda(monkeypatch):
     def chosen(device, dtype, width, value_width, softcap, setting, kinds, *others):
         if kinds.rows >= LONG_TILE:
             return Cudnn()
-        return CudaFlash() if kinds.whole_rows else Fused(blocks_for(torch.bfloat16, 128, (9, 0)))
+        return CudaFlash() if kinds.whole_rows else Fused(settings_for(torch.bfloat16, 128, "sm_90"))
 
     monkeypatch.setattr(cuda_kernels, "aten", SilentOperators)
-    monkeypatch.setattr(tiles, "_launch", lambda function, launch, *_, **__: torch.ops.silent.launch(launch.items))
+    monkeypatch.setattr(tiles, "_start", lambda function, items, *_, **__: torch.ops.silent.launch(items))
     monkeypatch.setattr(planned, "choose_kernel", chosen)
 
 

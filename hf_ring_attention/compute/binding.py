@@ -14,7 +14,8 @@ from ..plan.plans import TileBatch, freshness, tiles_from
 from ..plan.problem import Problem
 from .bands import folds_are_heads
 from .batched import BatchedTiles, BoundBatch
-from .fused.lists import Blocks, Sizes
+from .fused.columns import Sizes
+from .fused.settings import Settings
 from .fused.tiles import FusedTiles
 from .kernel import Work
 from .packed_row import PackedRow
@@ -44,7 +45,7 @@ class Binder:
         Tiles number keys as in a [B, Hkv, key_rows] tensor. Of a payload, `places` takes these numbers to those of its rows;
         without it the keys are this rank's own, and their work comes first. `complete`: whether the tiles are of all heads.
         """
-        if isinstance(self.joining, Blocks):
+        if isinstance(self.joining, Settings):
             sizes = Sizes(self.batch, self.problem.num_heads, self.problem.num_kv_heads, self.query_rows, key_rows)
             return FusedTiles.of(batches, sizes, self.joining, self.device, places, complete)
         is_own, calls = places is None, []

@@ -54,7 +54,7 @@ class Kernel(Protocol):
 
     name: str
     joining: (
-        Hashable  # how it takes tiles: None for tiles of one shape a call, a record of `plan/joins.py`, or `Blocks`
+        Hashable  # how it takes tiles: None for tiles of one shape a call, a record of `plan/joins.py`, or `Settings`
     )
 
 

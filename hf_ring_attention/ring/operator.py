@@ -134,7 +134,7 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     passes = [Saved(*tensors) for tensors in zip(*[iter(saved)] * 5)]
     *grads, dsinks = CALLS[int(call)].backward(dout, passes, sinks, number, GraphLayer(text, tuple(numbers)))
-    dq, dk, dv = (grad.to(dout.dtype) for grad in grads)
+    dq, dk, dv = (grad if grad.dtype == dout.dtype else grad.to(dout.dtype) for grad in grads)
     if numbers:
         dq, dk, dv = dq.contiguous(), dk.contiguous(), dv.contiguous()
     return dq, dk, dv, dout.new_empty(0) if dsinks is None else dsinks

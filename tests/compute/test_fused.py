@@ -1,5 +1,6 @@
 """The fused kernels in Triton's interpreter: outputs, log-sum-exps and all gradients equal the oracle."""
 
+import itertools
 import random
 import sys
 
@@ -8,14 +9,15 @@ import torch
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute.fused import choice
-from hf_ring_attention.compute.fused.choice import blocks_for, fused_kernel, why_not_fused
-from hf_ring_attention.compute.fused.lists import Sizes
+from hf_ring_attention.compute.fused.choice import fused_kernel, settings_for, why_not_fused
+from hf_ring_attention.compute.fused.columns import Sizes
+from hf_ring_attention.compute.fused.settings import Setting
 from hf_ring_attention.compute.fused.tiles import FusedTiles
 from hf_ring_attention.compute.kernel import Saved
 from hf_ring_attention.plan.layouts import SequenceLayout
 from hf_ring_attention.plan.plans import plan_rank
 from tests.support.cases import Case, check_cases
-from tests.support.fused import SMALL_BLOCKS, computed_by_fused, draw_fused_case, needs_interpreter
+from tests.support.fused import SMALL_BLOCKS, computed_by_fused, draw_fused_case, needs_interpreter, small_settings
 
 pytestmark = needs_interpreter
 CPU = torch.device("cpu")
@@ -55,24 +57,59 @@ def test_patterns(case):
         check_cases(ra.Ring.alone(), [case])
 
 
-def work_of(case, blocks):
+def work_of(case, settings):
     problem = case.problem(SequenceLayout("contiguous", case.seq_len, 1))
     sizes = Sizes(case.batch, case.num_heads, case.num_kv_heads, case.seq_len, case.seq_len)
-    return FusedTiles.of(plan_rank(problem, 0).own, sizes, blocks, CPU)
+    return FusedTiles.of(plan_rank(problem, 0).own, sizes, settings, CPU)
 
 
-@pytest.mark.parametrize(("text", "launches"), [("exact", 1), ("window:12+3", 1), ("longnet:16/1,all/4", 2)])
-def test_launches_and_dtypes(text, launches):
-    """One launch of all tiles writes 16 bits at once; rows of dilated queries are added in float32 by a launch of their own."""
+@pytest.mark.parametrize(
+    ("text", "launches", "slots"),
+    [("exact", 1, 0), ("window:12", 1, 0), ("window:12+3", 1, 12), ("longnet:16/1,all/4", 2, None)],
+)
+def test_launches_and_dtypes(text, launches, slots, monkeypatch):
+    """One launch of all tiles writes 16 bits at once; rows of dilated queries are added in float32 by a separate launch.
+
+    A backward pass of a window is a launch of dq and one of dk and dv; with sinks that many queries see, two more. Keys that
+    several branches show are added in float32.
+    """
+    monkeypatch.setattr("hf_ring_attention.compute.fused.key_items._MOST_ROWS", 48 if slots else 64)
+    monkeypatch.setattr("hf_ring_attention.compute.fused.key_items._KEY_ITEMS", 64)
     case = case_of(text, seq_len=64)
     kernel = fused_kernel(CPU, torch.float16, 16, 16)
-    work = work_of(case, kernel.joining)
-    assert (len(work.launches), len(work.key_launches)) == (launches, 1)
+    started = count_launches(kernel)
+    settings = small_settings(few_keys=True)
+    work = work_of(case, settings._replace(dkdv=2 * (Setting(16, 32, 4, 1),)))
+    assert (len(work.forward_launches), len(work.dq_launches)) == (launches, launches)
     q, k, v, dout, _ = (None if x is None else x.to(torch.float16) for x in case.tensors)
     out, lse = work.forward(kernel, q, k, v, 0.25)
     assert (out.dtype, lse.dtype) == (torch.float16, torch.float32)
-    dq, dk, dv = work.backward(kernel, dout, Saved(q, k, v, out, lse), 0.25)
-    assert (dq.dtype, dk.dtype, dv.dtype) == (torch.float16 if launches == 1 else torch.float32, *[torch.float32] * 2)
+    started.clear()
+    grads = work.backward(kernel, dout, Saved(q, k, v, out, lse), 0.25)
+    assert [x.dtype for x in grads] == [
+        torch.float16 if launches == 1 else torch.float32,
+        *[torch.float32 if slots is None else torch.float16] * 2,
+    ]
+    of_keys = ["dkdv_kernel"] if not slots else ["dkdv_kernel", "dkdv_kernel", "sum_kernel"]
+    assert started == [*["dq_kernel"] * launches, *of_keys]
+    assert (work.sums and work.sums.slots) == slots  # The 3 sinks of 2 heads, in 2 parts.
+
+
+def count_launches(kernel):
+    """Returns a list that gets the name of each kernel that starts."""
+    started = []
+
+    class Counted:
+        def __init__(self, name):
+            self.name, self.kernel = name, getattr(kernel, name)
+
+        def __getitem__(self, grid):
+            started.append(self.name)
+            return self.kernel[grid]
+
+    for name in ("forward_kernel", "dq_kernel", "dkdv_kernel", "sum_kernel"):
+        setattr(kernel, name, Counted(name))
+    return started
 
 
 def test_padding_may_hold_any_numbers(rng):
@@ -124,7 +161,7 @@ def test_one_batch_row_may_have_any_stride():
     """Numbers that 16 does not divide would have Triton compile again, and read number by number."""
     case, calls = case_of("window:6+2"), []
     kernel, work = fused_kernel(CPU, torch.float32, 16, 16), work_of(case, SMALL_BLOCKS)
-    kernel.forward_kernel = {(len(work.launches[0].items),): lambda *call, **_: calls.append(call)}
+    kernel.forward_kernel = {(len(work.forward_launches[0].items),): lambda *call, **_: calls.append(call)}
     q, k, v, _, _ = case.tensors
     for stride in (q.stride(0), 1, 7):
         work.forward(kernel, q.as_strided(q.shape, (stride, *q.stride()[1:])), k, v, 0.25)
@@ -163,14 +200,14 @@ def test_older_devices_are_refused(capability, refused, monkeypatch):
     assert ("needs compute capability 8.0" in (reason or "")) is refused
 
 
-def test_every_device_has_blocks():
-    for dtype in (torch.float16, torch.float32):
-        for width in (1, 64, 80, 128, 192, 256):
-            for capability in (None, (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)):
-                blocks = blocks_for(dtype, width, capability)
-                for rows in (blocks.rows, blocks.keys, blocks.query_rows, blocks.key_rows):
-                    assert rows >= 16
-                    assert rows & (rows - 1) == 0
+@pytest.mark.parametrize("kind", ["sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx90a"])
+def test_every_device_has_settings(kind):
+    for dtype, width in itertools.product((torch.float16, torch.float32), (1, 64, 80, 128, 192, 256)):
+        settings = settings_for(dtype, width, kind)
+        for setting in (*settings.forward, *settings.dq, *settings.dkdv):
+            for rows in (setting.rows, setting.keys):
+                assert rows >= 16
+                assert rows & (rows - 1) == 0
 
 
 def test_seeds_draw_other_cases():

@@ -12,10 +12,13 @@ from tests.support.fused import needs_triton
 pytestmark = needs_triton
 
 KERNELS = ("forward", "dq", "dkdv")
-#: Targets, and the widths of heads; and kernels that resume the results of others.
-WANTED = [(target, kernel, 128, 128, 0) for target in ("sm_80", "sm_90", "gfx942") for kernel in KERNELS]
-WANTED += [("sm_90", kernel, *widths, 0) for widths in ((64, 64), (192, 128)) for kernel in KERNELS]
-WANTED += [("sm_90", "forward", 128, 128, 1), ("sm_90", "dq", 128, 128, 1)]
+FEW, MANY = "few", "many"
+#: Targets, kernels, the widths of heads, kinds of launches, and whether kernels add to the results of others.
+WANTED = [(target, kernel, 128, 128, MANY, 0) for target in ("sm_80", "sm_90", "gfx942") for kernel in KERNELS]
+WANTED += [("sm_90", kernel, *widths, MANY, 0) for widths in ((64, 64), (192, 128)) for kernel in KERNELS]
+WANTED += [("sm_90", kernel, 128, 128, FEW, 0) for kernel in ("forward", "dq")]
+WANTED += [("sm_90", kernel, 128, 128, MANY, 1) for kernel in KERNELS]
+WANTED += [("sm_90", "dkdv", 128, 128, "few keys", 0)]
 SHARED = {"sm_80": 163, "sm_90": 227, "gfx942": 64}
 
 
@@ -39,8 +42,9 @@ def test_registers_memory_and_products(wanted, compiled):
     assert facts["shared"] <= SHARED[target]
     assert facts["products"] > 0
     assert facts["general"] == ["slb", "slh"], "other numbers of tokens would compile again"
-    # Older releases of Triton spill a few registers on other devices.
-    assert facts["spills"] <= (0 if target == "sm_90" else 64)
-    # Key items of the widest heads have 32 keys, or they would spill; warp groups multiply 64 rows at once.
-    if target == "sm_90" and (wanted[1], wanted[2]) != ("dkdv", 192):
+    # Older releases of Triton spill a few registers on other devices; here some addresses, outside of the loops over keys.
+    outside = 24 if wanted[1:3] == ("forward", 64) else 0
+    assert facts["spills"] <= (outside if target == "sm_90" else 64)
+    # Warp groups multiply 64 rows at once. Key items of the widest heads have 32 keys, or they would spill; sinks are fewer.
+    if target == "sm_90" and (wanted[1], wanted[2]) != ("dkdv", 192) and "few keys" not in wanted:
         assert facts["of whole warp groups"] > 0

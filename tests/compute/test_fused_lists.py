@@ -1,4 +1,4 @@
-"""The lists of the fused kernels have each pair of a query and a key as often as the plan's tiles, whatever the blocks."""
+"""The lists of the fused kernels have each pair of a query and a key as often as the plan's tiles, whatever the settings."""
 
 import itertools
 import random
@@ -6,13 +6,15 @@ import random
 import numpy as np
 import pytest
 
-from hf_ring_attention.compute.fused.lists import Sizes, heads_of_an_item, work_lists
+from hf_ring_attention.compute.fused.columns import Sizes
+from hf_ring_attention.compute.fused.lists import work_lists
+from hf_ring_attention.compute.fused.settings import Setting, Settings, heads_of_an_item
 from hf_ring_attention.plan.layouts import SequenceLayout
 from hf_ring_attention.plan.patterns import Pattern
 from hf_ring_attention.plan.plans import of_heads, plan_rank, tiles_from
 from hf_ring_attention.plan.problem import HeldKeys, Problem
 from tests.support.cases import random_case, random_pieces, with_heads
-from tests.support.fused import SMALL_BLOCKS, random_blocks
+from tests.support.fused import SMALL_BLOCKS, random_settings_of_kernels, small_settings
 
 LAYOUTS = ("contiguous", "zigzag", "documents")
 
@@ -34,44 +36,66 @@ def pairs_of_tiles(batches, sizes):
 
 
 def pairs_of_items(lists, sizes, places, complete):
-    """The same by the items of all launches, and by the key items; `places` finds the row of a place in a payload."""
-    by_items, by_key_items = (
-        np.zeros((sizes.batch, sizes.heads, sizes.query_rows, sizes.key_rows), np.int64) for _ in range(2)
-    )
+    """The same by the items of forward, of dq, and by key items; `places` finds the row of a place in a payload."""
+    found = [np.zeros((sizes.batch, sizes.heads, sizes.query_rows, sizes.key_rows), np.int64) for _ in range(3)]
 
     def see(count, tile, b, hq, hk, x, keys):
         q0, qs, fold, nq, k0, ks, lo0, ls, hi0, hs, nk, _ = tile
         i = (x - q0) // qs
         if not (x >= q0 and i < nq and (x - q0) % qs < fold):
-            return 0
-        seen = [j for j in keys if max(lo0 + ls * i, 0) <= j < min(hi0 + hs * i, nk)]
-        for j in seen:
+            return
+        for j in (j for j in keys if max(lo0 + ls * i, 0) <= j < min(hi0 + hs * i, nk)):
             assert hk == hq // sizes.group
             row = k0 + j * ks
             count[b, hq, x, row if places is None else places[b, hk, row]] += 1
-        return len(seen)
 
     tiles = lists.tiles.tolist()
-    for number, launch in enumerate(lists.launches):
-        visited = np.zeros((sizes.batch, sizes.heads, sizes.query_rows), np.int64)
-        for first, step, rows, b, hq, hk, begin, end in launch.items.tolist():
-            for x, head in itertools.product(range(first, first + rows * step, step), range(hq, hq + launch.heads)):
-                visited[b, head, x] += 1
-                for reference in launch.references[begin:end].tolist():
-                    see(by_items, tiles[reference], b, head, hk, x, range(tiles[reference][10]))
-        assert visited.max(initial=0) <= 1, "two items of a launch have a row in common"
-        assert number > 0 or not complete or visited.all()
-    for launch in lists.key_launches:
-        for tile, j0, count, b, hq, hk, begin, end in launch.items.tolist():
+    for launches, count in ((lists.forward, found[0]), (lists.dq, found[1])):
+        for number, launch in enumerate(launches):
+            visited = np.zeros((sizes.batch, sizes.heads, sizes.query_rows), np.int64)
+            for first, step, rows, b, hq, hk, begin, end in launch.items.tolist():
+                assert rows * launch.heads <= launch.setting.rows
+                for x, head in itertools.product(range(first, first + rows * step, step), range(hq, hq + launch.heads)):
+                    visited[b, head, x] += 1
+                    for reference in launch.references[begin:end].tolist():
+                        see(count, tiles[reference], b, head, hk, x, range(tiles[reference][10]))
+            assert visited.max(initial=0) <= 1, "two items of a launch have a row in common"
+            assert number > 0 or not complete or visited.all()
+    for launch in lists.dkdv:
+        for tile, j0, count, b, hq, hk, begin, end, _ in launch.items.tolist():
             q0, qs, fold, *_ = tiles[tile]
-            assert begin < end
+            assert begin < end or lists.sums is not None
+            assert count <= launch.setting.keys
             for r, head in itertools.product(range(begin, end), range(hq, hq + launch.heads)):
                 x = q0 + r // fold * qs + r % fold
-                see(by_key_items, tiles[tile], b, head, hk, x, range(j0, j0 + count))
-    return by_items, by_key_items
+                see(found[2], tiles[tile], b, head, hk, x, range(j0, j0 + count))
+    return found
 
 
-def check(batches, sizes, blocks, rng, payload=False, complete=True):
+def check_writers(lists, sizes):
+    """Each key row is written once: by a key item, or by the sum of all slots that key items put it into."""
+    written = np.zeros((sizes.batch, sizes.kv_heads, sizes.key_rows), np.int64)
+    row_of_slot = {}
+    for launch in lists.dkdv:
+        for tile, j0, count, b, _, hk, _, _, slot in launch.items.tolist():
+            k0, ks = lists.tiles[tile, 4:6].tolist()
+            for j in range(count):
+                row = b, hk, k0 + (j0 + j) * ks
+                if slot < 0:
+                    written[row] += 1
+                else:
+                    assert slot + j not in row_of_slot
+                    row_of_slot[slot + j] = row
+    assert sorted(row_of_slot) == [*range(lists.sums.slots)]
+    for b, hk, row, first, begin, end in lists.sums.items.tolist():
+        written[b, hk, row] += 1
+        for slot in lists.sums.references[begin:end].tolist():
+            assert row_of_slot.pop(first + slot) == (b, hk, row)
+    assert (written == 1).all()
+    assert not row_of_slot
+
+
+def check(batches, sizes, settings, rng, payload=False, complete=True):
     complete = complete and not payload
     expected, places, of_place = pairs_of_tiles(batches, sizes), None, None
     if payload:  # Some runs of the rows that are seen, in another order, as they may arrive.
@@ -93,9 +117,12 @@ def check(batches, sizes, blocks, rng, payload=False, complete=True):
             assert (place[rows] >= 0).all()
             return place[rows]
 
-    lists = work_lists(batches, sizes, blocks, places, complete)
+    lists = work_lists(batches, sizes, settings, places, complete)
     for found in pairs_of_items(lists, sizes, of_place, complete):
         np.testing.assert_array_equal(found, expected)
+    if lists.sums is not None:
+        check_writers(lists, sizes)
+    return lists
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -109,11 +136,11 @@ def test_random_plans(seed, rng):
         else SequenceLayout(kind, case.seq_len, world_size)
     )
     problem, rank = case.problem(layout), rng.randrange(world_size)
-    plan, blocks = plan_rank(problem, rank), random_blocks(rng)
+    plan, settings = plan_rank(problem, rank), random_settings_of_kernels(rng)
     sizes = Sizes(case.batch, case.num_heads, case.num_kv_heads, layout.local_len, layout.local_len)
-    check(plan.own, sizes, blocks, rng)
-    check(plan.own, sizes, blocks, rng, payload=True)
-    check(plan.remote, sizes._replace(key_rows=layout.padded_len), blocks, rng, payload=True)
+    check(plan.own, sizes, settings, rng)
+    check(plan.own, sizes, settings, rng, payload=True)
+    check(plan.remote, sizes._replace(key_rows=layout.padded_len), settings, rng, payload=True)
 
 
 def test_some_key_value_heads(rng):
@@ -123,7 +150,13 @@ def test_some_key_value_heads(rng):
         layout = SequenceLayout("contiguous", case.seq_len, 1)
         heads = range(rng.randrange(3), 3)
         batches = of_heads(plan_rank(case.problem(layout), 0).own, heads, 2)
-        check(batches, Sizes(case.batch, 6, 3, case.seq_len, case.seq_len), random_blocks(rng), rng, complete=False)
+        check(
+            batches,
+            Sizes(case.batch, 6, 3, case.seq_len, case.seq_len),
+            random_settings_of_kernels(rng),
+            rng,
+            complete=False,
+        )
 
 
 def test_keys_of_a_cache(rng):
@@ -138,28 +171,70 @@ def test_keys_of_a_cache(rng):
         except ValueError:  # a pattern of last queries
             continue
         sizes = Sizes(case.batch, case.num_heads, case.num_kv_heads, held.num_queries, held.num_rows)
-        check(tiles_from(problem, 0, 0), sizes, random_blocks(rng), rng)
+        check(tiles_from(problem, 0, 0), sizes, random_settings_of_kernels(rng), rng)
 
 
 def test_few_keys_of_many_queries_are_cut(monkeypatch):
     """Sinks of a long row are the work of many programs, not of one."""
-    monkeypatch.setattr("hf_ring_attention.compute.fused.lists._MOST_ROWS", 8)
+    monkeypatch.setattr("hf_ring_attention.compute.fused.key_items._MOST_ROWS", 8)
     problem = Problem(
         Pattern.parse("window:4+2"), SequenceLayout("contiguous", 64, 1), (((0, 64),),), num_heads=2, num_kv_heads=1
     )
-    monkeypatch.setattr("hf_ring_attention.compute.fused.lists._KEY_ITEMS", 100)
-    sizes, blocks = Sizes(1, 2, 1, 64, 64), SMALL_BLOCKS
+    monkeypatch.setattr("hf_ring_attention.compute.fused.key_items._KEY_ITEMS", 100)
+    sizes, settings = Sizes(1, 2, 1, 64, 64), SMALL_BLOCKS
     batches = plan_rank(problem, 0).own
-    lists = work_lists(batches, sizes, blocks, None, True)
-    [launch] = lists.key_launches
-    assert max(end - begin for *_, begin, end in launch.items.tolist()) <= 8
-    check(batches, sizes, blocks, random.Random(0))
+    lists = work_lists(batches, sizes, settings, None, True)
+    [launch] = lists.dkdv
+    assert max(end - begin for *_, begin, end, _ in launch.items.tolist()) <= 8
+    check(batches, sizes, settings, random.Random(0))
+
+
+@pytest.mark.parametrize(
+    ("text", "slots"),
+    [("window:7", 0), ("exact", 0), ("branches:segment=9", 0), ("window:5+2", 16), ("branches:window=5,last=3", None)],
+)
+def test_each_key_row_is_written_once(text, slots, monkeypatch):
+    """Also the rows of padding, whose gradients are 0, and sinks that many queries see, whose gradients are sums."""
+    for name, number in {"_MOST_ROWS": 30, "_KEY_ITEMS": 50}.items():
+        monkeypatch.setattr(f"hf_ring_attention.compute.fused.key_items.{name}", number if slots else 1000)
+    documents = (((0, 1), (3, 40), (41, 60)), ((5, 64),), ())
+    layout, pattern = SequenceLayout("contiguous", 64, 1), Pattern.parse(text)
+    problem = Problem(pattern, layout, documents, num_heads=4, num_kv_heads=2)
+    for few_keys in (False, True):
+        settings = small_settings(few_keys=few_keys)
+        lists = check(plan_rank(problem, 0).own, Sizes(3, 4, 2, 64, 64), settings, random.Random(0))
+        assert (lists.sums and lists.sums.slots) == slots
+
+
+def test_many_shared_key_rows_are_added_in_place():
+    """Where most key rows have several writers, sums of all rows take less memory than their parts."""
+    layout = SequenceLayout("contiguous", 64, 1)
+    problem = Problem(
+        Pattern.parse("branches:window=8,segment=32/2"), layout, (((0, 64),),), num_heads=2, num_kv_heads=1
+    )
+    lists = work_lists(plan_rank(problem, 0).own, Sizes(1, 2, 1, 64, 64), SMALL_BLOCKS, None, True)
+    assert lists.sums is None
+
+
+@pytest.mark.parametrize(
+    ("text", "rows"), [("window:512", 16), ("window:1024", 32), ("exact", 32), ("pyramid:512,3", 32)]
+)
+def test_launches_whose_queries_see_few_keys_take_other_settings(text, rows):
+    few, many = Setting(16, 64, 4, 1), Setting(32, 64, 4, 1)
+    settings = Settings((few, many), (few, few), (few._replace(keys=32), many))
+    layout = SequenceLayout("contiguous", 8192, 1)
+    problem = Problem(Pattern.parse(text), layout, (((0, 8192),),), num_heads=1, num_kv_heads=1)
+    lists = work_lists(plan_rank(problem, 0).own, Sizes(1, 1, 1, 8192, 8192), settings, None, True)
+    assert [x.setting.rows for x in lists.forward] == [rows]
+    assert [x.setting.rows for x in lists.dq] == [16]
+    assert (lists.forward[0].items is lists.dq[0].items) == (rows == 16)
+    assert [x.setting == many for x in lists.dkdv] == [rows == 32]
 
 
 @pytest.mark.parametrize(("group", "expected"), [(1, 1), (4, 4), (7, 7), (16, 16), (24, 12), (32, 16), (71, 1)])
 def test_heads_that_share_an_item(group, expected):
     assert heads_of_an_item(group, SMALL_BLOCKS) == expected
-    assert heads_of_an_item(2 * group, SMALL_BLOCKS._replace(rows=64, query_rows=32)) == 2 * expected
+    assert heads_of_an_item(2 * group, small_settings(32)) == 2 * expected
 
 
 def test_more_heads_than_rows_of_a_block(rng):

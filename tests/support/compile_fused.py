@@ -19,38 +19,39 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hf_ring_attention.compute.fused import kernels
-from hf_ring_attention.compute.fused.choice import blocks_for
+from hf_ring_attention.compute.fused import backward_kernels, kernels
+from hf_ring_attention.compute.fused.choice import settings_for
 from hf_ring_attention.compute.fused.tiles import padded_width
 
-#: A device's target of Triton, its compute capability (None for AMD's), and the KiB of shared memory of a block of threads.
+#: A device's target of Triton, and the KiB of shared memory of a block of threads.
 TARGETS = {
-    "sm_80": (GPUTarget("cuda", 80, 32), (8, 0), 163),
-    "sm_90": (GPUTarget("cuda", 90, 32), (9, 0), 227),
-    "gfx942": (GPUTarget("hip", "gfx942", 64), None, 64),
+    "sm_80": (GPUTarget("cuda", 80, 32), 163),
+    "sm_90": (GPUTarget("cuda", 90, 32), 227),
+    "sm_100": (GPUTarget("cuda", 100, 32), 227),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), 64),
 }
-KERNELS = {"forward": kernels.forward_kernel, "dq": kernels.dq_kernel, "dkdv": kernels.dkdv_kernel}
-_FLOATS = {"LSE", "DELTA", "DK", "DV_"}
+KERNELS = {"forward": kernels.forward_kernel, "dq": backward_kernels.dq_kernel, "dkdv": backward_kernels.dkdv_kernel}
+_FLOATS = {"LSE", "DELTA", "PARTS"}
 _NUMBERS = {"ITEMS", "REFERENCES", "TILES"}
 
 
-def compiled(target, name, width, value_width, resume=False, dtype=torch.bfloat16, heads=4):
-    """A kernel with the blocks of a target, for tensors of bfloat16 whose rows begin at multiples of 16 numbers."""
-    gpu, capability, _ = TARGETS[target]
-    blocks, of_keys = blocks_for(dtype, max(width, value_width), capability), name == "dkdv"
+def compiled(target, name, setting, width, value_width, resume=False, dtype=torch.bfloat16, heads=4):
+    """A kernel with a setting, for tensors of bfloat16 whose rows begin at multiples of 16 numbers."""
+    gpu, _ = TARGETS[target]
     half = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
     constants = {
         "HEADS": heads,
-        "BLOCK_M": blocks.query_rows if of_keys else blocks.rows,
-        "BLOCK_N": blocks.key_rows if of_keys else blocks.keys,
+        "BLOCK_M": setting.rows,
+        "BLOCK_N": setting.keys,
         "D": width,
         "BLOCK_D": padded_width(width),
         "DV": value_width,
         "BLOCK_DV": padded_width(value_width),
         "CAPPED": False,
-    } | ({} if of_keys else {"RESUME": resume})
+        "LOOPS": setting.loops,
+    } | ({"ADD": resume} if name == "dkdv" else {"RESUME": resume, "SMALL": setting.small})
     names, signature, attributes = KERNELS[name].arg_names, {}, {}
-    results = {"forward": "OUT", "dq": "DQ"}.get(name)
+    results = {"forward": ["OUT"], "dq": ["DQ"], "dkdv": ["DK", "DV_"]}[name]
     for number, argument in enumerate(names):
         if argument in constants:
             signature[argument] = "constexpr"
@@ -58,7 +59,7 @@ def compiled(target, name, width, value_width, resume=False, dtype=torch.bfloat1
             signature[argument] = "fp32"
         else:
             pointer = "*i32" if argument in _NUMBERS else "*fp32" if argument in _FLOATS else half
-            pointer = "*fp32" if argument == results and resume else pointer
+            pointer = "*fp32" if argument in results and resume else pointer
             signature[argument] = pointer if argument.isupper() else "i32"
             if not KERNELS[name].params[number].do_not_specialize:
                 attributes[(number,)] = [["tt.divisibility", 16]]
@@ -68,8 +69,14 @@ def compiled(target, name, width, value_width, resume=False, dtype=torch.bfloat1
         constexprs={(names.index(key),): value for key, value in constants.items()},
         attrs=attributes,
     )
-    warps, stages = (blocks.key_warps, blocks.key_stages) if of_keys else (blocks.warps, blocks.stages)
-    return triton.compile(source, target=gpu, options={"num_warps": warps, "num_stages": stages})
+    options = {"num_warps": setting.warps, "num_stages": setting.stages}
+    return triton.compile(source, target=gpu, options=options)
+
+
+def settings_of(target, name, width, few):
+    """The setting of a kernel in launches whose queries see few keys, many, or in launches of few keys."""
+    settings = settings_for(torch.bfloat16, width, target)
+    return settings.few_keys if few == "few keys" else getattr(settings, name)[few == "many"]
 
 
 def facts(kernel, target):
@@ -96,10 +103,11 @@ def facts(kernel, target):
 
 
 def main():
-    """Compiles what the arguments name: target, kernel, widths of keys and of values, and whether it resumes."""
+    """Compiles what the arguments name: target, kernel, widths of keys and values, kind of launch, and adding or not."""
     for wanted in sys.argv[1:]:
-        target, name, width, value_width, resume = wanted.split(",")
-        kernel = compiled(target, name, int(width), int(value_width), resume == "1")
+        target, name, width, value_width, few, resume = wanted.split(",")
+        setting = settings_of(target, name, max(int(width), int(value_width)), few)
+        kernel = compiled(target, name, setting, int(width), int(value_width), resume == "1")
         general = [p.name for p in KERNELS[name].params if p.do_not_specialize]
         print(json.dumps({"wanted": wanted, "general": general, **facts(kernel, target)}), flush=True)
 

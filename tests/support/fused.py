@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_ring_attention.compute.fused.choice import is_interpreted
-from hf_ring_attention.compute.fused.lists import Blocks
+from hf_ring_attention.compute.fused.settings import Setting, Settings
 from hf_ring_attention.compute.fused.tiles import Fused
 from hf_ring_attention.ring import planned
 
@@ -25,35 +25,48 @@ needs_interpreter = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or not is_interpreted(), reason="needs Triton's interpreter, on a CPU"
 )
 
-SMALL_BLOCKS = Blocks(rows=16, keys=16, warps=4, stages=1, query_rows=16, key_rows=16, key_warps=4, key_stages=1)
+
+def small_settings(forward=16, keys=16, loops="split", small=False, few_keys=False):
+    """Settings of small blocks for both kinds of launches."""
+    setting = Setting(forward, keys, 4, 1, loops, small)
+    few = Setting(16, 16, 4, 1, loops) if few_keys else None
+    return Settings((setting, setting), (setting, setting), (setting, setting), few)
+
+
+SMALL_BLOCKS = small_settings()
 #: The interpreter rounds products of bfloat16 wrongly, so that they are garbage.
 DTYPES = (torch.float32, torch.float32, torch.float16)
 
 
-def random_blocks(rng):
-    """Blocks that are smaller than most tiles, and larger ones."""
-    rows, keys = [16, 32, 64, 64], [16, 32]
-    return SMALL_BLOCKS._replace(
-        rows=rng.choice(rows), keys=rng.choice(keys), query_rows=rng.choice(rows), key_rows=rng.choice(keys)
-    )
+def random_settings_of_kernels(rng):
+    """Settings of any loops, with blocks that are smaller than most tiles, and larger ones."""
+
+    def setting(small=False):
+        loops = rng.choice(["one", "split", "staged"])
+        return Setting(
+            rng.choice([16, 32, 64, 64]), rng.choice([16, 32, 64]), 4, 1, loops, small and rng.random() < 0.5
+        )
+
+    pairs = [(setting(small), setting(small)) for small in (True, True, False)]
+    return Settings(*pairs, rng.choice([None, setting()._replace(keys=16)]))
 
 
 @contextmanager
-def computed_by_fused(blocks):
+def computed_by_fused(settings):
     """Has every call computed by the fused kernels."""
-    with mock.patch.object(planned, "choose_kernel", lambda *call: Fused(blocks, call[4])):
+    with mock.patch.object(planned, "choose_kernel", lambda *call: Fused(settings, call[4])):
         yield
 
 
 @dataclass(frozen=True)
 class FusedCase:
-    """Calls of a simulated ring, and the blocks that compute them."""
+    """Calls of a simulated ring, and the settings of the kernels that compute them."""
 
-    blocks: Blocks
+    settings: Settings
     case: RingCase
 
     def run(self):
-        with computed_by_fused(self.blocks):
+        with computed_by_fused(self.settings):
             self.case.run()
 
 
@@ -73,4 +86,4 @@ def draw_fused_case(seed, world_sizes=(1, 1, 1, 1, 1, 1, 1, 2, 2, 3, 4, 8)):
         "transport": rng.choice(["local"] if world_size == 1 else ["auto", "ring", "ring", "collective"]),
     }
     ring_case = RingCase((case,), world_size, ring, random_settings(rng), None, checkpointing=False)
-    return FusedCase(random_blocks(rng), ring_case)
+    return FusedCase(random_settings_of_kernels(rng), ring_case)
