@@ -42,7 +42,7 @@ def random_settings_of_kernels(rng):
     """Settings of any loops, with blocks that are smaller than most tiles, and larger ones."""
 
     def setting(small=False):
-        loops = rng.choice(["one", "split", "staged"])
+        loops = rng.choice(["one", "edges", "split", "staged"])
         return Setting(
             rng.choice([16, 32, 64, 64]), rng.choice([16, 32, 64]), 4, 1, loops, small and rng.random() < 0.5
         )

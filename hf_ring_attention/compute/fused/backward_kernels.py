@@ -8,20 +8,23 @@ from .kernels import ANY_LENGTH, BEYOND, FEW, LOG2, NONE, load_rows, log2_scores
 
 @triton.jit
 def _dq_of_keys(
-    acc, q, do, lse, delta, k_base, v_base, tile, skn, svn, low, high, start, stop, end, inner, outer,
+    acc, q, do, lse, delta, k_base, v_base, tile, skn, svn, low, high, start, stop, end, left, right, inner, outer,
     BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     CAPPED: tl.constexpr, MASK: tl.constexpr, STAGED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the share of the keys [start, stop) of a tile to dq."""
+    """Adds the share of the keys [start, stop) of a tile to dq; MASK as for forward."""
     k0 = tl.load(tile + 4)
     ks = tl.load(tile + 5)
     for j0 in tl.range(start, stop, BLOCK_N, num_stages=None if STAGED else 1):
         j = j0 + tl.arange(0, BLOCK_N)
         rows = (k0 + j * ks).to(tl.int64)
-        k = load_rows(k_base, rows, skn, j < end, D, BLOCK_D, MASK)
-        v = load_rows(v_base, rows, svn, j < end, DV, BLOCK_DV, MASK)
+        k = load_rows(k_base, rows, skn, j < end, D, BLOCK_D, MASK != "none")
+        v = load_rows(v_base, rows, svn, j < end, DV, BLOCK_DV, MASK != "none")
         s, tanh = log2_scores(tl.dot(q, tl.trans(k), input_precision="ieee"), inner, outer, CAPPED)
-        if MASK:
+        if MASK == "edges":
+            if (j0 < left) | (j0 >= right):
+                s = tl.where((j[None, :] >= low[:, None]) & (j[None, :] < high[:, None]), s, NONE)
+        elif MASK == "all":
             s = tl.where((j[None, :] >= low[:, None]) & (j[None, :] < high[:, None]), s, NONE)
         ds = tl.exp2(s - lse[:, None]) * (tl.dot(do, tl.trans(v), input_precision="ieee") - delta[:, None])
         if CAPPED:
@@ -61,31 +64,29 @@ def dq_kernel(
     for reference in range(tl.load(item + 6), tl.load(item + 7)):
         tile = TILES + tl.load(REFERENCES + reference) * 12
         low, high, inside = visible_keys(tile, x, exists)
-        stop = tl.max(high, 0)
+        start, left, right, stop = stretches(low, high, inside, exists, BLOCK_N)
         if SMALL and tl.load(tile + 10) <= FEW:
             acc = _dq_of_keys(
-                acc, q, do, lse, delta, k_base, v_base, tile, skn, svn, low, high, 0, stop, stop, inner, outer,
-                FEW, D, BLOCK_D, DV, BLOCK_DV, CAPPED, True, False,
+                acc, q, do, lse, delta, k_base, v_base, tile, skn, svn, low, high, 0, stop, stop, left, right, inner, outer,
+                FEW, D, BLOCK_D, DV, BLOCK_DV, CAPPED, "all", False,
             )  # fmt: skip
-        elif LOOPS == "one":
-            start = tl.minimum(tl.min(low, 0), stop)
+        elif LOOPS == "one" or LOOPS == "edges":
             acc = _dq_of_keys(
-                acc, q, do, lse, delta, k_base, v_base, tile, skn, svn, low, high, start, stop, stop, inner, outer,
-                BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, CAPPED, True, True,
+                acc, q, do, lse, delta, k_base, v_base, tile, skn, svn, low, high, start, stop, stop, left, right, inner, outer,
+                BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, CAPPED, "edges" if LOOPS == "edges" else "all", True,
             )  # fmt: skip
         else:
-            start, left, right, stop = stretches(low, high, inside, exists, BLOCK_N)
             acc = _dq_of_keys(
-                acc, q, do, lse, delta, k_base, v_base, tile, skn, svn, low, high, start, left, stop, inner, outer,
-                BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, CAPPED, True, LOOPS == "staged",
+                acc, q, do, lse, delta, k_base, v_base, tile, skn, svn, low, high, start, left, stop, left, right, inner, outer,
+                BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, CAPPED, "all", LOOPS == "staged",
             )  # fmt: skip
             acc = _dq_of_keys(
-                acc, q, do, lse, delta, k_base, v_base, tile, skn, svn, low, high, left, right, stop, inner, outer,
-                BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, CAPPED, False, True,
+                acc, q, do, lse, delta, k_base, v_base, tile, skn, svn, low, high, left, right, stop, left, right, inner, outer,
+                BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, CAPPED, "none", True,
             )  # fmt: skip
             acc = _dq_of_keys(
-                acc, q, do, lse, delta, k_base, v_base, tile, skn, svn, low, high, right, stop, stop, inner, outer,
-                BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, CAPPED, True, LOOPS == "staged",
+                acc, q, do, lse, delta, k_base, v_base, tile, skn, svn, low, high, right, stop, stop, left, right, inner, outer,
+                BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, CAPPED, "all", LOOPS == "staged",
             )  # fmt: skip
     acc = acc * scale
     x, head, exists = query_rows(item, BLOCK_M, HEADS, True)
@@ -115,11 +116,11 @@ def _whole_rows(begin, end, n0, count, tile, R: tl.constexpr):
 
 @triton.jit
 def _add_rows(
-    dk, dv, k, v, n, Q, DO, LSE, DELTA, tile, head, begin, stop, end, inner, outer, sqh, sqn, sdh, sdn, slh,
-    HEADS: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    dk, dv, k, v, n, Q, DO, LSE, DELTA, tile, head, begin, stop, end, left, right, inner, outer,
+    sqh, sqn, sdh, sdn, slh, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr, STAGED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the share of the rows [begin, stop) of a tile to dk and dv of the keys n."""
+    """Adds the share of the rows [begin, stop) of a tile to dk and dv of the keys n; MASK as for forward."""
     q0 = tl.load(tile)
     qs = tl.load(tile + 1)
     fold = tl.load(tile + 2)
@@ -133,10 +134,10 @@ def _add_rows(
         exists = (r < end) & (number // HEADS < BLOCK_M // HEADS)
         i = r // fold
         x = (q0 + i * qs + r - i * fold).to(tl.int64)
-        q = load_rows(Q, head * sqh + x * sqn, 1, exists, D, BLOCK_D, MASK)
-        do = load_rows(DO, head * sdh + x * sdn, 1, exists, DV, BLOCK_DV, MASK)
+        q = load_rows(Q, head * sqh + x * sqn, 1, exists, D, BLOCK_D, MASK != "none")
+        do = load_rows(DO, head * sdh + x * sdn, 1, exists, DV, BLOCK_DV, MASK != "none")
         of_row = head * slh + x
-        if MASK:
+        if MASK != "none":
             lse = tl.load(LSE + of_row, mask=exists, other=float("inf")) / LOG2
             delta = tl.load(DELTA + of_row, mask=exists, other=0.0)
         else:
@@ -144,7 +145,13 @@ def _add_rows(
             delta = tl.load(DELTA + of_row)
         s, tanh = log2_scores(tl.dot(k, tl.trans(q), input_precision="ieee"), inner, outer, CAPPED)
         p = tl.exp2(s - lse[None, :])
-        if MASK:
+        if MASK == "edges":
+            if (r0 < left) | (r0 >= right):
+                seen = (
+                    (n[:, None] >= (lo0 + ls * i)[None, :]) & (n[:, None] < (hi0 + hs * i)[None, :]) & exists[None, :]
+                )
+                p = tl.where(seen, p, 0.0)
+        elif MASK == "all":
             seen = (n[:, None] >= (lo0 + ls * i)[None, :]) & (n[:, None] < (hi0 + hs * i)[None, :]) & exists[None, :]
             p = tl.where(seen, p, 0.0)
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
@@ -187,25 +194,30 @@ def dkdv_kernel(
     do_base = DO + b * sdb
     lse_base = LSE + b * slb
     delta_base = DELTA + b * slb
+    left, right = _whole_rows(begin, end, n0, count, tile, BLOCK_M // HEADS)
     # Other heads than a divisor of the block's rows leave rows to mask in each block.
     if LOOPS == "one" or BLOCK_M % HEADS != 0:
         dk, dv = _add_rows(
-            dk, dv, k, v, n, q_base, do_base, lse_base, delta_base, tile, head, begin, end, end, inner, outer,
-            sqh, sqn, sdh, sdn, slh, HEADS, BLOCK_M, D, BLOCK_D, DV, BLOCK_DV, CAPPED, True, True,
+            dk, dv, k, v, n, q_base, do_base, lse_base, delta_base, tile, head, begin, end, end, left, right, inner, outer,
+            sqh, sqn, sdh, sdn, slh, HEADS, BLOCK_M, D, BLOCK_D, DV, BLOCK_DV, CAPPED, "all", True,
+        )  # fmt: skip
+    elif LOOPS == "edges":
+        dk, dv = _add_rows(
+            dk, dv, k, v, n, q_base, do_base, lse_base, delta_base, tile, head, begin, end, end, left, right, inner, outer,
+            sqh, sqn, sdh, sdn, slh, HEADS, BLOCK_M, D, BLOCK_D, DV, BLOCK_DV, CAPPED, "edges", True,
         )  # fmt: skip
     else:
-        left, right = _whole_rows(begin, end, n0, count, tile, BLOCK_M // HEADS)
         dk, dv = _add_rows(
-            dk, dv, k, v, n, q_base, do_base, lse_base, delta_base, tile, head, begin, left, end, inner, outer,
-            sqh, sqn, sdh, sdn, slh, HEADS, BLOCK_M, D, BLOCK_D, DV, BLOCK_DV, CAPPED, True, LOOPS == "staged",
+            dk, dv, k, v, n, q_base, do_base, lse_base, delta_base, tile, head, begin, left, end, left, right, inner, outer,
+            sqh, sqn, sdh, sdn, slh, HEADS, BLOCK_M, D, BLOCK_D, DV, BLOCK_DV, CAPPED, "all", LOOPS == "staged",
         )  # fmt: skip
         dk, dv = _add_rows(
-            dk, dv, k, v, n, q_base, do_base, lse_base, delta_base, tile, head, left, right, end, inner, outer,
-            sqh, sqn, sdh, sdn, slh, HEADS, BLOCK_M, D, BLOCK_D, DV, BLOCK_DV, CAPPED, False, True,
+            dk, dv, k, v, n, q_base, do_base, lse_base, delta_base, tile, head, left, right, end, left, right, inner, outer,
+            sqh, sqn, sdh, sdn, slh, HEADS, BLOCK_M, D, BLOCK_D, DV, BLOCK_DV, CAPPED, "none", True,
         )  # fmt: skip
         dk, dv = _add_rows(
-            dk, dv, k, v, n, q_base, do_base, lse_base, delta_base, tile, head, right, end, end, inner, outer,
-            sqh, sqn, sdh, sdn, slh, HEADS, BLOCK_M, D, BLOCK_D, DV, BLOCK_DV, CAPPED, True, LOOPS == "staged",
+            dk, dv, k, v, n, q_base, do_base, lse_base, delta_base, tile, head, right, end, end, left, right, inner, outer,
+            sqh, sqn, sdh, sdn, slh, HEADS, BLOCK_M, D, BLOCK_D, DV, BLOCK_DV, CAPPED, "all", LOOPS == "staged",
         )  # fmt: skip
     dk = dk * scale
     # Loaded again, these take no registers before.

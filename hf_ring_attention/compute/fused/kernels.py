@@ -6,9 +6,9 @@ program begins with the results of earlier launches: these merge steps of a ring
 
 Scores are in units of log(2): s = inner * q.k, or s = outer * tanh(inner * q.k) if they are capped. All sums are float32.
 
-LOOPS names the loops over a tile: "one" masks every block; "split" has separate loops for blocks that need a mask and for those
-that need none; "staged" is "split" with buffers for masked blocks too (`num_stages`). With SMALL, tiles of at most 16 keys, as
-sinks are, take blocks of 16 keys.
+LOOPS names the loops over a tile: "one" masks every block, "edges" only blocks that need it. "split" has separate loops for
+blocks with and without a mask, and "staged" is "split" with buffers (`num_stages`) for blocks with a mask too. With SMALL,
+tiles of at most 16 keys, as sinks are, take blocks of 16 keys.
 """
 
 import triton
@@ -98,20 +98,27 @@ def load_rows(base, rows, stride, exist, D: tl.constexpr, BLOCK_D: tl.constexpr,
 
 @triton.jit
 def _attend_keys(
-    acc, total, most, q, k_base, v_base, tile, skn, svn, low, high, start, stop, end, inner, outer,
+    acc, total, most, q, k_base, v_base, tile, skn, svn, low, high, start, stop, end, left, right, inner, outer,
     BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     CAPPED: tl.constexpr, MASK: tl.constexpr, STAGED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the keys [start, stop) of a tile to a block's softmax: acc and total are scaled by 2 ** -most."""
+    """Adds the keys [start, stop) of a tile to a block's softmax: acc and total are scaled by 2 ** -most.
+
+    MASK names the blocks that take a mask: "all", "none", or "edges", those outside of [left, right).
+    """
     k0 = tl.load(tile + 4)
     ks = tl.load(tile + 5)
     for j0 in tl.range(start, stop, BLOCK_N, num_stages=None if STAGED else 1):
         j = j0 + tl.arange(0, BLOCK_N)
         rows = (k0 + j * ks).to(tl.int64)
-        k = load_rows(k_base, rows, skn, j < end, D, BLOCK_D, MASK)
+        k = load_rows(k_base, rows, skn, j < end, D, BLOCK_D, MASK != "none")
         s, _ = log2_scores(tl.dot(q, tl.trans(k), input_precision="ieee"), inner, outer, CAPPED)
-        if MASK:
+        if MASK == "edges":
+            if (j0 < left) | (j0 >= right):
+                s = tl.where((j[None, :] >= low[:, None]) & (j[None, :] < high[:, None]), s, NONE)
+        elif MASK == "all":
             s = tl.where((j[None, :] >= low[:, None]) & (j[None, :] < high[:, None]), s, NONE)
+        if MASK != "none":
             top = tl.maximum(most, tl.max(s, 1))
             base = tl.where(top == NONE, 0.0, top)
         else:
@@ -120,7 +127,7 @@ def _attend_keys(
         p = tl.exp2(s - base[:, None])
         factor = tl.exp2(most - base)
         total = total * factor + tl.sum(p, 1)
-        v = load_rows(v_base, rows, svn, j < end, DV, BLOCK_DV, MASK)
+        v = load_rows(v_base, rows, svn, j < end, DV, BLOCK_DV, MASK != "none")
         acc = tl.dot(p.to(v.dtype), v, acc * factor[:, None], input_precision="ieee")
         most = top
     return acc, total, most
@@ -158,31 +165,29 @@ def forward_kernel(
     for reference in range(tl.load(item + 6), tl.load(item + 7)):
         tile = TILES + tl.load(REFERENCES + reference) * 12
         low, high, inside = visible_keys(tile, x, exists)
-        stop = tl.max(high, 0)
+        start, left, right, stop = stretches(low, high, inside, exists, BLOCK_N)
         if SMALL and tl.load(tile + 10) <= FEW:
             acc, total, most = _attend_keys(
-                acc, total, most, q, k_base, v_base, tile, skn, svn, low, high, 0, stop, stop, inner, outer,
-                FEW, D, BLOCK_D, DV, BLOCK_DV, CAPPED, True, False,
+                acc, total, most, q, k_base, v_base, tile, skn, svn, low, high, 0, stop, stop, left, right, inner, outer,
+                FEW, D, BLOCK_D, DV, BLOCK_DV, CAPPED, "all", False,
             )  # fmt: skip
-        elif LOOPS == "one":
-            start = tl.minimum(tl.min(low, 0), stop)
+        elif LOOPS == "one" or LOOPS == "edges":
             acc, total, most = _attend_keys(
-                acc, total, most, q, k_base, v_base, tile, skn, svn, low, high, start, stop, stop, inner, outer,
-                BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, CAPPED, True, True,
+                acc, total, most, q, k_base, v_base, tile, skn, svn, low, high, start, stop, stop, left, right, inner, outer,
+                BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, CAPPED, "edges" if LOOPS == "edges" else "all", True,
             )  # fmt: skip
         else:
-            start, left, right, stop = stretches(low, high, inside, exists, BLOCK_N)
             acc, total, most = _attend_keys(
-                acc, total, most, q, k_base, v_base, tile, skn, svn, low, high, start, left, stop, inner, outer,
-                BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, CAPPED, True, LOOPS == "staged",
+                acc, total, most, q, k_base, v_base, tile, skn, svn, low, high, start, left, stop, left, right, inner, outer,
+                BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, CAPPED, "all", LOOPS == "staged",
             )  # fmt: skip
             acc, total, most = _attend_keys(
-                acc, total, most, q, k_base, v_base, tile, skn, svn, low, high, left, right, stop, inner, outer,
-                BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, CAPPED, False, True,
+                acc, total, most, q, k_base, v_base, tile, skn, svn, low, high, left, right, stop, left, right, inner, outer,
+                BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, CAPPED, "none", True,
             )  # fmt: skip
             acc, total, most = _attend_keys(
-                acc, total, most, q, k_base, v_base, tile, skn, svn, low, high, right, stop, stop, inner, outer,
-                BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, CAPPED, True, LOOPS == "staged",
+                acc, total, most, q, k_base, v_base, tile, skn, svn, low, high, right, stop, stop, left, right, inner, outer,
+                BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, CAPPED, "all", LOOPS == "staged",
             )  # fmt: skip
     none = total == 0.0
     total = tl.where(none, 1.0, total)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 #: How a kernel loops over a tile (`kernels.py`).
-Loops = Literal["one", "split", "staged"]
+Loops = Literal["one", "edges", "split", "staged"]
 #: Tiles and key items of at most this many keys may have blocks of this many, the fewest of a product.
 FEW_KEYS = 16
 
