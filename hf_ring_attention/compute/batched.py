@@ -52,14 +52,16 @@ class BatchedTiles:
 
     Attributes:
         takes_views: whether the only batch is one tile of all queries and all keys.
+        narrow: whether results and dq have the dtype of the queries at once, since no query row is in more than two tiles.
+            The second tile adds one rounding to out and none to dq: a sum of two numbers is rounded once in any case.
     """
 
     batches: tuple[BoundBatch, ...]
     takes_views: bool = False
+    narrow: bool = False
 
     def _dtype(self, x: Tensor) -> torch.dtype:
-        """Returns the dtype of results and of dq: x's if every row gets them from one batch."""
-        return x.dtype if all(batch.fresh for batch in self.batches) else accumulation_dtype(x.dtype)
+        return x.dtype if self.narrow else accumulation_dtype(x.dtype)
 
     def forward(
         self, kernel: TileKernel, q: Tensor, k: Tensor, v: Tensor, scale: float, totals: Results | None = None

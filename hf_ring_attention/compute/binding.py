@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..plan.joins import InPlace, joined, sequences_in_place
-from ..plan.plans import TileBatch, freshness, tiles_from
+from ..plan.plans import TileBatch, freshness, most_tiles_of_a_row, tiles_from
 from ..plan.problem import Problem
 from .bands import folds_are_heads
 from .batched import BatchedTiles, BoundBatch
@@ -64,7 +64,7 @@ class Binder:
         # The only call may be one tile, of all this rank's queries and keys.
         one = calls[0] if is_own and len(calls) == 1 and isinstance(calls[0].queries, ViewRows) else None
         is_one_tile = one is not None and (one.queries.rows_per_unit, one.keys.rows_per_unit) == every_row
-        return BatchedTiles(tuple(calls), is_one_tile)
+        return BatchedTiles(tuple(calls), is_one_tile, is_own and most_tiles_of_a_row(batches) <= 2)
 
     def own(self, batches: Sequence[TileBatch], heads: range) -> Work:
         """Returns the work of tiles of these heads with keys of this rank."""

@@ -12,7 +12,7 @@ import torch.nn.attention
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..plan.joins import InPlace
+from ..plan.joins import FLASH_IN_PLACE
 from .bands import Masked, MaskedKernel
 from .kernel import Gradients, KernelCall, Results, Saved, added, merged, narrowed, widened
 
@@ -20,10 +20,13 @@ aten = torch.ops.aten
 
 
 class CudaFlash:
-    """torch's FlashAttention-2 for CUDA, for float16 and bfloat16; it takes bands by its windows."""
+    """torch's FlashAttention-2 for CUDA, or an implementation in its place (`torch_flash`), for float16 and bfloat16.
+
+    It takes bands by its windows, and documents of whole rows in place.
+    """
 
     name = "flash"
-    joining: Hashable = InPlace(most_documents=65_535, padding=128)
+    joining: Hashable = FLASH_IN_PLACE
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, totals: Results | None = None) -> Results:
         value_dim, width, tokens = v.shape[-1], max(q.shape[-1], v.shape[-1]), (q.shape[0], q.shape[2])

@@ -64,13 +64,13 @@ class TileKernel(Kernel, Protocol):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, totals: Results | None = None) -> Results:
         """Returns out [T, H, Lq, Dv] in q's dtype and lse [T, H, Lq] in the accumulation dtype.
 
-        If there are `totals`, results are merged into them in the accumulation dtype, and they are returned.
+        If there are `totals`, results are merged into them (`merge_`), and they are returned.
         """
 
     def backward(self, dout: Tensor, saved: Saved, call: KernelCall, sums: Gradients | None = None) -> Gradients:
         """Returns dq, dk and dv, in the shapes of q, k and v.
 
-        If there are `sums` of these shapes, gradients are added to them in the accumulation dtype, and they are returned.
+        If there are `sums` of these shapes, gradients are added to them, and they are returned.
         """
 
 

@@ -155,7 +155,7 @@ def choose_kernel(
     for decision in kernel_candidates(setting, _facts_of(setting, *widths), call):
         kernel = _kernel(decision.choice, *widths, softcap)
         to_prove = groups if device.type == "cuda" and not isinstance(kernel, Math) else ()
-        tried = (fault_of(kernel, softcap, tiles.rows > 0, device, dtype, x, head_dim, value_dim) for x in to_prove)
+        tried = (fault_of(kernel, softcap, tiles, device, dtype, x, head_dim, value_dim) for x in to_prove)
         fault = next(filter(None, tried), None)
         if fault is None:
             note(str(call), replace(decision, reason="; ".join([decision.reason, *failed])))

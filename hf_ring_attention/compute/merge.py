@@ -27,14 +27,20 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
-    """Merges new_out, of any dtype, and new_lse into out [..., L, D] and lse [..., L], float32 or float64, in place.
+    """Merges new_out, of any dtype, and new_lse into out [..., L, D] and lse [..., L], in place; lse is float32 or float64.
 
-    Rows without a key have lse = -inf and out = 0, and add nothing: two such rows make another such row, never NaN.
+    An out of lse's dtype gets no rounding to 16 bits. An out of 16 bits is read and written without a float32 copy, at the
+    cost of one more rounding: of out (1 - w). Rows without a key have lse = -inf and out = 0, and add nothing: two such rows
+    make another such row, never NaN.
     """
     weight = torch.sigmoid(new_lse - lse)
     # -inf - -inf is NaN if neither row has a key; then both outs are 0.
     weight.nan_to_num_(nan=0.0)
-    out.lerp_(new_out.to(out.dtype), weight.unsqueeze(-1))
+    weights = weight.unsqueeze(-1)
+    if out.dtype == lse.dtype:
+        out.lerp_(new_out.to(out.dtype), weights)
+    else:
+        out.mul_(1 - weights).addcmul_(new_out, weights)
     torch.logaddexp(lse, new_lse, out=lse) if lse.is_contiguous() else lse.copy_(torch.logaddexp(lse, new_lse))
 
 

@@ -36,6 +36,8 @@ class InPlace(NamedTuple):
     padding: int
 
 
+#: FlashAttention's batches have 16 bits, and it pads the sums of each document to blocks of 128 rows.
+FLASH_IN_PLACE = InPlace(most_documents=65_535, padding=128)
 #: In any case, so many documents are taken in place. Padding is cut into sequences of so many tokens, which take no time.
 FEW_DOCUMENTS, PADDING_LENGTH = 64, 256
 

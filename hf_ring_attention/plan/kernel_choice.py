@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from .branches import Segment, Window
 from .choices import ASKED_FOR, Decision
+from .joins import FLASH_IN_PLACE, sequences_in_place
 from .patterns import Pattern
-from .plans import plan_rank
+from .plans import TileBatch, plan_rank, tiles_from
 from .problem import Problem
 
 #: cuDNN compiles a program for each shape of tiles, and torch keeps all of them, which pays for long tiles that have the same
@@ -16,6 +17,12 @@ from .problem import Problem
 LONG_TILE, FEWEST_CUDNN_ROWS = 1024, 64
 #: One program of the fused kernel reads all keys of a head: with fewer queries there are too few programs for a device.
 FEW_QUERIES = 64
+#: A window with sinks is four batches of tiles on one rank: the window's triangle and band, and the same of the sinks.
+FEW_CALLS = 4
+#: The major compute capabilities for which torch takes the implementations of FlashAttention that may replace its own.
+FLASH_CAPABILITIES = {"FA3": (9,), "FA4": (9, 10)}
+#: FA4 compiles bands for heads of these sizes on both: flash-attn-4 4.0.0b18, for sm_90 and sm_100, forward and backward.
+FA4_WIDTHS = (32, 64, 96, 128)
 
 _HALVES = ("float16", "bfloat16")
 
@@ -24,17 +31,21 @@ class TileKinds(NamedTuple):
     """The tiles of a rank's part of a call, as far as kernels differ in them."""
 
     rows: int = 0  # of the shortest tile of exact attention; 0 for other patterns
-    whole_rows: bool = False  # whether they are exact documents of rows that one rank holds
+    whole_rows: bool = False  # whether one rank holds whole rows, without a cache
     few_queries: bool = False  # whether fewer than FEW_QUERIES queries read keys from a cache
     full_rows: bool = False  # whether each row is one document, so that only the layout decides their lengths
+    few_calls: bool = False  # whether they are few kernel calls for FlashAttention: bands, or documents in place
+    shapes: tuple[str, ...] = ()  # "causal", "full" or both, of exact attention
 
     def __str__(self) -> str:
         if self.few_queries:
             return "few queries to a cache"
+        of_row = "one document a row, " if self.full_rows else ""
         if self.rows >= LONG_TILE:
-            of_row = "one document a row, " if self.full_rows else ""
             return f"{of_row}full and causal tiles of {LONG_TILE} rows or more"
-        return "exact documents on one rank" if self.whole_rows else "tiles of any shape"
+        if self.rows and self.whole_rows:
+            return f"{of_row}{'' if self.few_calls else 'many '}exact documents on one rank"
+        return "few shapes of tiles on one rank" if self.few_calls else "tiles of any shape"
 
 
 #: Tiles that may have any shape.
@@ -74,12 +85,25 @@ def tile_kinds(problem: Problem, rank: int) -> TileKinds:
     if held is not None:
         return TileKinds(few_queries=held.num_queries < FEW_QUERIES)
     longest = max((stop - start for row in problem.documents for start, stop in row), default=0)
-    if not _is_exact(problem.pattern, longest):
-        return TileKinds()
-    plan = plan_rank(problem, rank)
-    rows = (0 if batch.shape == "band" else min(batch.num_queries, batch.num_keys) for batch in plan.own + plan.remote)
+    whole_rows = problem.layout.world_size == 1
     full_rows = all(row == ((0, problem.layout.seq_len),) for row in problem.documents)
-    return TileKinds(min(rows, default=0), problem.layout.world_size == 1, full_rows=full_rows)
+    is_exact = _is_exact(problem.pattern, longest)
+    few_calls = whole_rows and _are_few_calls(problem, tiles_from(problem, rank, rank))
+    if not is_exact:
+        return TileKinds(0, whole_rows, False, full_rows, few_calls)
+    plan = plan_rank(problem, rank)
+    tiles = plan.own + plan.remote
+    rows = (0 if batch.shape == "band" else min(batch.num_queries, batch.num_keys) for batch in tiles)
+    shapes = tuple(sorted({batch.shape for batch in tiles}))
+    return TileKinds(min(rows, default=0), whole_rows, False, full_rows, few_calls, shapes)
+
+
+def _are_few_calls(problem: Problem, batches: tuple[TileBatch, ...]) -> bool:
+    """Returns whether FlashAttention takes the tiles of a rank with whole rows in few calls, without copies of rows."""
+    count, heads = len(problem.documents), range(problem.num_kv_heads)
+    if sequences_in_place(batches, FLASH_IN_PLACE, count, problem.layout.local_len, heads) is not None:
+        return True
+    return len(batches) <= FEW_CALLS and all(batch.as_one(count, heads) is not None for batch in batches)
 
 
 def _is_exact(pattern: Pattern, longest: int) -> bool:
@@ -95,7 +119,10 @@ def _is_exact(pattern: Pattern, longest: int) -> bool:
 def reason_against(name: str, device: DeviceFacts, call: CallFacts) -> str | None:
     """Returns why a kernel cannot compute a call; None if it can."""
     widest, capability, is_old = max(call.head_dim, call.value_dim), device.capability, device.capability < (8, 0)
-    needs_new = f"needs compute capability 8.0, and the device has {capability[0]}.{capability[1]}"
+    and_has = f"and the device has {capability[0]}.{capability[1]}"
+    needs_new = f"needs compute capability 8.0, {and_has}"
+    majors = FLASH_CAPABILITIES.get(device.flash or "", capability[:1])
+    needs_other = f"{device.flash} needs compute capability {' or '.join(f'{x}.x' for x in majors)}, {and_has}"
     # FlashAttention-2 has no backward pass for some widths on some devices.
     is_small = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
     odd_widths = bool(call.head_dim % 8 or call.value_dim % 8) or widest > 128
@@ -113,6 +140,7 @@ def reason_against(name: str, device: DeviceFacts, call: CallFacts) -> str | Non
         ],
         "flash": [
             *of_halves,
+            (capability[0] not in majors, needs_other),
             (not device.has_flash, "torch was built without it"),
             (widest > 256, f"its heads have at most 256 numbers, and these have {widest}"),
             (is_small and 192 < widest <= 224, f"it has no backward pass for heads of {widest} numbers on this device"),
@@ -152,14 +180,19 @@ def kernel_candidates(setting: str, device: DeviceFacts, call: CallFacts) -> lis
 
 
 def _by_speed(device: DeviceFacts, call: CallFacts) -> list[tuple[str, str]]:
-    """Returns kernels and the reasons for them, the fastest first; not all of them can compute the call."""
+    """Returns kernels and the reasons for them, the fastest first; not all of them can compute the call.
+
+    All of this was measured on an H100, but for implementations that replace FlashAttention-2: these come first since the
+    user activated them. For windows and packed rows they are not measured on a GPU yet; `make gpu` times them.
+    """
     half = call.dtype in _HALVES
     is_long = half and call.tiles.rows >= LONG_TILE
     # Elsewhere torch too prefers flash. cuDNN compiles a program for each new shape.
     for_cudnn = is_long and call.tiles.full_rows and device.capability[0] in (9, 10)
     # Flash takes a launch for each length of the documents of packed rows.
-    one_document = half and call.tiles.full_rows and (is_long or call.tiles.whole_rows)
-    activated = device.flash is not None and (is_long or one_document)
+    one_document = half and call.tiles.rows > 0 and call.tiles.full_rows and (is_long or call.tiles.whole_rows)
+    by_activated = is_long or one_document or (half and call.tiles.few_calls and _takes_bands(device, call))
+    activated = device.flash is not None and by_activated
     on_gpu = [
         (activated, "flash", f"torch.nn.attention has activated {device.flash}"),
         (for_cudnn, "cudnn", f"all tiles are full or causal, of {LONG_TILE} rows or more"),
@@ -172,3 +205,9 @@ def _by_speed(device: DeviceFacts, call: CallFacts) -> list[tuple[str, str]]:
     on_cpu = [(True, "cpu_flash", "it is torch's flash attention for CPUs")]
     table = [*{"cuda": on_gpu, "cpu": on_cpu}.get(device.type, ()), (True, "math", "it computes everything")]
     return [(name, reason) for applies, name, reason in table if applies]
+
+
+def _takes_bands(device: DeviceFacts, call: CallFacts) -> bool:
+    """Returns whether the implementation in the place of FlashAttention-2 is known to take windows and packed rows."""
+    widest = max(call.head_dim, call.value_dim)
+    return device.flash == "FA3" or (device.flash == "FA4" and widest in FA4_WIDTHS)

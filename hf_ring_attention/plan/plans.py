@@ -186,8 +186,20 @@ def freshness(batches: Sequence[TileBatch]) -> Callable[[TileBatch], bool]:
     They have one visit, whose trapezoids share no row; of a rectangle and a triangle that make up one, only the triangle comes.
     """
     visit = min((batch.visit for batch in batches), default=None)
-    triangles = {x.num_queries * x.fold_size for x in batches if x.visit == visit and x.shape == "causal"}
-    return lambda x: x.visit == visit and (x.shape != "full" or x.num_queries * x.fold_size not in triangles)
+    is_cut = _cut_trapezoids(batches)
+    return lambda x: x.visit == visit and not is_cut(x)
+
+
+def most_tiles_of_a_row(batches: Sequence[TileBatch]) -> int:
+    """Returns the most tiles that may share a query row of a head: two of each visit with cut trapezoids, else one."""
+    is_cut, visits = _cut_trapezoids(batches), {batch.visit for batch in batches}
+    return len(visits) + len({batch.visit for batch in batches if is_cut(batch)})
+
+
+def _cut_trapezoids(batches: Sequence[TileBatch]) -> Callable[[TileBatch], bool]:
+    """Returns which batches may be the rectangle of a trapezoid whose triangle has as many query rows, in the same visit."""
+    triangles = {(x.visit, x.num_queries * x.fold_size) for x in batches if x.shape == "causal"}
+    return lambda x: x.shape == "full" and (x.visit, x.num_queries * x.fold_size) in triangles
 
 
 def pairs_of_row(pattern: Pattern, seq_len: int, num_heads: int, num_kv_heads: int, causal: bool) -> int:

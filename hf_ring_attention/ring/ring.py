@@ -278,7 +278,7 @@ class Ring:
 
         Example:
             >>> ring, x = ra.Ring.alone(kernel="math"), torch.randn(1, 2, 16, 8)
-            >>> out = ra.ring_attention(x, x, x, pattern="window:4", ring=ring)
+            >>> out = ra.ring_attention(x, x, x, pattern="pyramid:4,2", ring=ring)
             >>> ring.kernels()
             {'tiles of any shape, float32, head sizes 8 and 8': Decision(choice='math', reason='it was asked for', heads=None)}
         """

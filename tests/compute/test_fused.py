@@ -8,12 +8,14 @@ import pytest
 import torch
 
 import hf_ring_attention as ra
-from hf_ring_attention.compute.fused import choice
+from hf_ring_attention.compute import proof
+from hf_ring_attention.compute.fused import choice, tiles
 from hf_ring_attention.compute.fused.choice import fused_kernel, settings_for, why_not_fused
 from hf_ring_attention.compute.fused.columns import Sizes
-from hf_ring_attention.compute.fused.settings import Setting
-from hf_ring_attention.compute.fused.tiles import FusedTiles
+from hf_ring_attention.compute.fused.settings import Setting, Settings
+from hf_ring_attention.compute.fused.tiles import Fused, FusedTiles
 from hf_ring_attention.compute.kernel import Saved
+from hf_ring_attention.plan.kernel_choice import ANY_TILES
 from hf_ring_attention.plan.layouts import SequenceLayout
 from hf_ring_attention.plan.plans import plan_rank
 from tests.support.cases import Case, check_cases
@@ -67,19 +69,17 @@ def work_of(case, settings):
     ("text", "launches", "slots"),
     [("exact", 1, 0), ("window:12", 1, 0), ("window:12+3", 1, 12), ("longnet:16/1,all/4", 2, None)],
 )
-def test_launches_and_dtypes(text, launches, slots, monkeypatch):
+def test_launches_and_dtypes(text, launches, slots):
     """One launch of all tiles writes 16 bits at once; rows of dilated queries are added in float32 by a separate launch.
 
     A backward pass of a window is a launch of dq and one of dk and dv; with sinks that many queries see, two more. Keys that
     several branches show are added in float32.
     """
-    monkeypatch.setattr("hf_ring_attention.compute.fused.key_items._MOST_ROWS", 48 if slots else 64)
-    monkeypatch.setattr("hf_ring_attention.compute.fused.key_items._KEY_ITEMS", 64)
     case = case_of(text, seq_len=64)
     kernel = fused_kernel(CPU, torch.float16, 16, 16)
     started = count_launches(kernel)
-    settings = small_settings(few_keys=True)
-    work = work_of(case, settings._replace(dkdv=2 * (Setting(16, 32, 4, 1),)))
+    settings = small_settings(few_keys=True)._replace(dkdv=2 * (Setting(16, 32, 4, 1),), most_rows=48 if slots else 64)
+    work = work_of(case, settings)
     assert (len(work.forward_launches), len(work.dq_launches)) == (launches, launches)
     q, k, v, dout, _ = (None if x is None else x.to(torch.float16) for x in case.tensors)
     out, lse = work.forward(kernel, q, k, v, 0.25)
@@ -110,6 +110,31 @@ def count_launches(kernel):
     for name in ("forward_kernel", "dq_kernel", "dkdv_kernel", "sum_kernel"):
         setattr(kernel, name, Counted(name))
     return started
+
+
+def test_a_proof_runs_all_programs(monkeypatch):
+    """Launches of few and of many keys, key rows that one program writes, that several write, and that are added."""
+    monkeypatch.setattr(proof, "_FAULTS", {})
+    few, many = Setting(64, 64, 4, 1, "one", small=True), Setting(128, 32, 4, 1, "split")
+    settings = Settings((few, many), (few, many), (few, few), few._replace(keys=16))
+    kernel, seen = Fused(settings), set()
+
+    def start(function, items, arguments, **options):
+        seen.add((function.fn.__name__, options.get("LOOPS"), options.get("RESUME"), options.get("ADD")))
+        launch(function, items, arguments, **options)
+
+    launch = tiles._start
+    monkeypatch.setattr(tiles, "_start", start)
+    assert proof.fault_of(kernel, None, ANY_TILES, CPU, torch.float16, 2, 16, 16) is None
+    both = {
+        (name, loops, add, None)
+        for name in ("forward_kernel", "dq_kernel")
+        for loops in ("one", "split")
+        for add in (False, True)
+    }
+    assert seen == both | {("dkdv_kernel", "one", None, add) for add in (False, True)} | {
+        ("sum_kernel", None, None, None)
+    }
 
 
 def test_padding_may_hold_any_numbers(rng):

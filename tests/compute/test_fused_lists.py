@@ -174,17 +174,14 @@ def test_keys_of_a_cache(rng):
         check(tiles_from(problem, 0, 0), sizes, random_settings_of_kernels(rng), rng)
 
 
-def test_few_keys_of_many_queries_are_cut(monkeypatch):
+def test_few_keys_of_many_queries_are_cut():
     """Sinks of a long row are the work of many programs, not of one."""
-    monkeypatch.setattr("hf_ring_attention.compute.fused.key_items._MOST_ROWS", 8)
     problem = Problem(
         Pattern.parse("window:4+2"), SequenceLayout("contiguous", 64, 1), (((0, 64),),), num_heads=2, num_kv_heads=1
     )
-    monkeypatch.setattr("hf_ring_attention.compute.fused.key_items._KEY_ITEMS", 100)
-    sizes, settings = Sizes(1, 2, 1, 64, 64), SMALL_BLOCKS
+    sizes, settings = Sizes(1, 2, 1, 64, 64), SMALL_BLOCKS._replace(most_rows=8)
     batches = plan_rank(problem, 0).own
-    lists = work_lists(batches, sizes, settings, None, True)
-    [launch] = lists.dkdv
+    [launch] = work_lists(batches, sizes, settings, None, True).dkdv
     assert max(end - begin for *_, begin, end, _ in launch.items.tolist()) <= 8
     check(batches, sizes, settings, random.Random(0))
 
@@ -193,15 +190,13 @@ def test_few_keys_of_many_queries_are_cut(monkeypatch):
     ("text", "slots"),
     [("window:7", 0), ("exact", 0), ("branches:segment=9", 0), ("window:5+2", 16), ("branches:window=5,last=3", None)],
 )
-def test_each_key_row_is_written_once(text, slots, monkeypatch):
+def test_each_key_row_is_written_once(text, slots):
     """Also the rows of padding, whose gradients are 0, and sinks that many queries see, whose gradients are sums."""
-    for name, number in {"_MOST_ROWS": 30, "_KEY_ITEMS": 50}.items():
-        monkeypatch.setattr(f"hf_ring_attention.compute.fused.key_items.{name}", number if slots else 1000)
     documents = (((0, 1), (3, 40), (41, 60)), ((5, 64),), ())
     layout, pattern = SequenceLayout("contiguous", 64, 1), Pattern.parse(text)
     problem = Problem(pattern, layout, documents, num_heads=4, num_kv_heads=2)
     for few_keys in (False, True):
-        settings = small_settings(few_keys=few_keys)
+        settings = small_settings(few_keys=few_keys)._replace(most_rows=30 if slots else 1000)
         lists = check(plan_rank(problem, 0).own, Sizes(3, 4, 2, 64, 64), settings, random.Random(0))
         assert (lists.sums and lists.sums.slots) == slots
 

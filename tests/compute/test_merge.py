@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from hf_ring_attention.compute.merge import merge_
+from hf_ring_attention.compute.merge import accumulation_dtype, merge_
 
 
 def merged(parts, dtype=torch.float64):
@@ -61,10 +61,11 @@ def test_rows_without_a_key(generator):
     torch.testing.assert_close(lse, want_lse, rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_part_without_keys_changes_no_bit(dtype, generator):
+    wide = accumulation_dtype(dtype)
     (out, lse), empty = (
-        (out.to(dtype), lse.to(dtype)) for out, lse in [random_parts(1, generator)[0], random_parts(1, generator)[0]]
+        (out.to(dtype), lse.to(wide)) for out, lse in [random_parts(1, generator)[0], random_parts(1, generator)[0]]
     )
     empty = without_keys(empty, torch.ones_like(lse, dtype=torch.bool))
     got = [out.clone(), lse.clone()]
@@ -108,3 +109,16 @@ def test_the_error_of_parts_in_16_bits_does_not_grow(dtype, generator):
         errors[count] = float(error.square().mean().sqrt())
     # Roundings of different parts are independent, so that more of them even out.
     assert errors[64] <= errors[2], errors
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_two_parts_in_16_bits_are_merged_with_one_more_rounding(dtype, generator):
+    """Rounding to nearest is off by a quarter of eps below 1: once for out (1 - w), and once for the sum."""
+    for spread in (0.3, 4.0, 30.0):
+        parts = random_parts(2, generator, shape=(1, 4, 500), width=16, spread=spread)
+        (out, lse), (new_out, new_lse) = [(out.clamp(-1, 1).to(dtype), lse.float()) for out, lse in parts]
+        exact, exact_lse = by_logsumexp([(out, lse), (new_out, new_lse)])
+        merge_(out, lse, new_out, new_lse)
+        assert out.dtype == dtype
+        assert (out.double() - exact).abs().max() <= torch.finfo(dtype).eps / 2 + 4 * torch.finfo(torch.float32).eps
+        torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=1e-6)

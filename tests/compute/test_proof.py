@@ -4,6 +4,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,11 +16,19 @@ from hf_ring_attention.compute import cuda_kernels, kernels, proof
 from hf_ring_attention.compute.cuda_kernels import CudaFlash, Cudnn
 from hf_ring_attention.compute.kernel import added, merged
 from hf_ring_attention.compute.kernels import CpuFlash, Math
-from hf_ring_attention.plan.kernel_choice import ANY_TILES
+from hf_ring_attention.plan.kernel_choice import ANY_TILES, TileKinds
 from hf_ring_attention.ring import attention, planned
 from tests.support.cuda_operators import CheckedOperators, CudnnAttention, FlashAttention2
 
 CPU = torch.device("cpu")
+#: Of patterns, of exact attention, and of both where one rank holds whole rows of one document.
+TILES = {
+    "window": ANY_TILES,
+    "exact": TileKinds(rows=100, shapes=("causal", "full")),
+    "whole window": TileKinds(whole_rows=True, full_rows=True, few_calls=True),
+    "whole exact": TileKinds(rows=256, whole_rows=True, full_rows=True, shapes=("causal", "full")),
+}
+ALL_TILES = pytest.mark.parametrize("tiles", TILES)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -28,16 +37,16 @@ def nothing_is_proved(monkeypatch):
     monkeypatch.setattr(proof, "_FAULTS", {})
 
 
-def fault(kernel, dtype=torch.float32, widths=(16, 16), softcap=None, exact=False, group=2):
-    return proof.fault_of(kernel, softcap, exact, CPU, dtype, group, *widths)
+def fault(kernel, dtype=torch.float32, widths=(16, 16), softcap=None, tiles="window", group=2):
+    return proof.fault_of(kernel, softcap, TILES[tiles], CPU, dtype, group, *widths)
 
 
-@pytest.mark.parametrize("exact", [False, True], ids=["window", "exact"])
+@ALL_TILES
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_kernels_that_are_right(dtype, exact):
+def test_kernels_that_are_right(dtype, tiles):
     for kernel, softcap in ((CpuFlash(), None), (Math(), None), (Math(2.0), 2.0)):
         for widths in ((16, 16), (64, 128), (33, 5)):
-            assert fault(kernel, dtype, widths, softcap, exact) is None
+            assert fault(kernel, dtype, widths, softcap, tiles) is None
 
 
 class InFloat32:
@@ -61,13 +70,16 @@ class InFloat32:
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(
-    ("kernel", "operators", "exact"),
-    [(CudaFlash(), FlashAttention2, False), (CudaFlash(), FlashAttention2, True), (Cudnn(), CudnnAttention(), True)],
-    ids=["flash", "flash exact", "cudnn"],
+    ("kernel", "operators", "tiles"),
+    [
+        *((CudaFlash(), FlashAttention2, tiles) for tiles in TILES),
+        *((Cudnn(), CudnnAttention(), tiles) for tiles in ("exact", "whole exact")),
+    ],
+    ids=lambda x: x if isinstance(x, str) else getattr(x, "name", ""),
 )
-def test_kernels_for_cuda_by_stand_ins(kernel, operators, exact, dtype, monkeypatch):
+def test_kernels_for_cuda_by_stand_ins(kernel, operators, tiles, dtype, monkeypatch):
     monkeypatch.setattr(cuda_kernels, "aten", CheckedOperators(InFloat32(operators), dtypes=(dtype,)))
-    assert fault(kernel, dtype, (64, 64), None, exact) is None
+    assert fault(kernel, dtype, (64, 64), None, tiles) is None
 
 
 def last_key_is_lost(q, k, v, call):
@@ -145,11 +157,11 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("exact", [False, True], ids=["window", "exact"])
+@ALL_TILES
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(("kernel", "named"), WRONG, ids=lambda x: x if isinstance(x, str) else "")
-def test_kernels_that_are_wrong(kernel, named, dtype, exact):
-    found = fault(kernel, dtype, exact=exact)
+def test_kernels_that_are_wrong(kernel, named, dtype, tiles):
+    found = fault(kernel, dtype, tiles=tiles)
     assert named in (found or "nothing"), found
     assert "\n" not in found
 
@@ -173,8 +185,8 @@ def test_a_kernel_is_tried_once(monkeypatch):
     assert len(tried) > count
 
 
-@pytest.mark.parametrize("exact", [False, True], ids=["window", "exact"])
-def test_each_group_of_heads_and_long_tiles_are_tried(exact):
+@ALL_TILES
+def test_each_group_of_heads_and_long_tiles_are_tried(tiles):
     """Kernels are compiled for each group, and blocks of keys that need no mask are other code."""
 
     def wrong_for_groups_of_3(q, k, v, call):
@@ -184,8 +196,8 @@ def test_each_group_of_heads_and_long_tiles_are_tried(exact):
         return q, k * 1.1 if q.shape[2] > 100 and call.shape == "causal" else k, v, call
 
     kernel = Wrong(before=wrong_for_groups_of_3)
-    assert [fault(kernel, exact=exact, group=group) is None for group in (1, 2, 3)] == [True, True, False]
-    assert "out" in fault(Wrong(before=wrong_for_long_tiles), torch.float16, exact=exact)
+    assert [fault(kernel, tiles=tiles, group=group) is None for group in (1, 2, 3)] == [True, True, False]
+    assert "out" in fault(Wrong(before=wrong_for_long_tiles), torch.float16, tiles=tiles)
 
 
 def test_lack_of_memory_is_no_fault_of_the_kernel():
@@ -302,3 +314,29 @@ def test_a_fault_is_logged_once(caplog):
     [record] = caplog.records
     assert "kernel math is not used on cpu for torch.float32" in record.getMessage()
     assert "lse is" in record.getMessage()
+
+
+def test_only_the_chosen_kernel_is_proved_and_the_next_if_it_fails(cuda_facts, monkeypatch):
+    """Whatever the tiles are: kernels that could compute the call, too, are not compiled."""
+    proved = []
+    monkeypatch.setattr(
+        kernels, "fault_of", lambda kernel, *_: proved.append(kernel.name) or cuda_facts.get(kernel.name)
+    )
+    monkeypatch.setattr(kernels, "why_not_fused", lambda *_: None)
+    monkeypatch.setattr(kernels, "fused_kernel", lambda *_: SimpleNamespace(name="fused"))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
+    kernels._kernel.cache_clear()
+
+    def chosen(tiles, softcap=None, groups=(4,)):
+        proved.clear()
+        call = torch.device("cuda"), torch.bfloat16, 64, 64, softcap, "auto", tiles
+        return kernels.choose_kernel(*call, groups=groups).name, [*proved]
+
+    whole = TILES["whole exact"]._replace(rows=4096)
+    for tiles, name in [(ANY_TILES, "fused"), (whole, "cudnn"), (TileKinds(few_queries=True), "flash")]:
+        assert chosen(tiles) == (name, [name])
+    assert chosen(ANY_TILES, 2.0) == ("fused", ["fused"])
+    assert chosen(ANY_TILES, groups=(4, 1)) == ("fused", ["fused", "fused"])
+    cuda_facts["cudnn"] = "out is off"
+    assert chosen(whole) == ("flash", ["cudnn", "flash"])
+    kernels._kernel.cache_clear()

@@ -1,10 +1,13 @@
 """Tiles share calls where that costs less than another call, and only tiles that may."""
 
 import itertools
+from collections import Counter
+
+import pytest
 
 import hf_ring_attention as ra
 from hf_ring_attention.plan.joins import PADDED, joined
-from hf_ring_attention.plan.plans import freshness, plan_rank
+from hf_ring_attention.plan.plans import freshness, most_tiles_of_a_row, plan_rank
 from hf_ring_attention.plan.problem import Problem
 from tests.support.cases import random_case
 
@@ -102,4 +105,22 @@ def test_fresh_tiles_share_no_query_row(rng):
         rows = list(query_rows(fresh, problem))
         assert len(set(rows)) == len(rows)
         found += len(fresh) > 1
+        per_row = Counter(query_rows(batches, problem))
+        assert max(per_row.values(), default=0) <= most_tiles_of_a_row(batches)
     assert found
+
+
+@pytest.mark.parametrize(
+    ("pattern", "causal", "most"),
+    [
+        ("window:5", True, 1),
+        ("window:5+2", True, 2),
+        ("window:5", False, 2),
+        ("pyramid:4,2", True, 3),
+        ("exact", True, 1),
+    ],
+)
+def test_how_many_tiles_share_a_query_row(pattern, causal, most):
+    layout = ra.SequenceLayout("contiguous", 40, 1)
+    problem = Problem(ra.Pattern.parse(pattern), layout, (((0, 40),),), num_heads=1, num_kv_heads=1, causal=causal)
+    assert most_tiles_of_a_row(plan_rank(problem, 0).own) == most

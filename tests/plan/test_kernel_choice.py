@@ -1,5 +1,7 @@
 """Which kernel computes a call, from plain facts, each choice with its reason."""
 
+import itertools
+
 import pytest
 
 from hf_ring_attention.plan.kernel_choice import CallFacts, DeviceFacts, TileKinds, kernel_candidates, tile_kinds
@@ -10,6 +12,7 @@ from hf_ring_attention.plan.problem import HeldKeys, Problem
 H100 = DeviceFacts("cuda", (9, 0), has_flash=True, has_cudnn=True)
 LONG, SHORT, ROWS = TileKinds(rows=4096, full_rows=True), TileKinds(rows=128), TileKinds(rows=128, whole_rows=True)
 ANY, FEW = TileKinds(), TileKinds(few_queries=True)
+BANDS, IN_PLACE = TileKinds(whole_rows=True, full_rows=True, few_calls=True), ROWS._replace(few_calls=True)
 
 
 def call(tiles=ANY, dtype="bfloat16", head_dim=128, value_dim=128, softcap=False):
@@ -39,6 +42,23 @@ def names(device, of_call, setting="auto"):
         *(({"capability": x}, call(LONG), "flash fused efficient math") for x in ((8, 0), (8, 9), (12, 0))),
         ({"flash": "FA3"}, call(LONG._replace(full_rows=False)), "flash fused efficient math"),
         *(({"flash": "FA3"}, call(tiles), "fused flash efficient math") for tiles in (ANY, ROWS)),
+        # Bands of one document a row, and documents in place, where an activated implementation is known to take them.
+        *(({}, call(tiles), "fused flash efficient math") for tiles in (BANDS, IN_PLACE)),
+        *(
+            ({"flash": name, "capability": capability}, call(tiles), "flash fused efficient math")
+            for name, capability in (("FA3", (9, 0)), ("FA4", (9, 0)), ("FA4", (10, 0)))
+            for tiles in (BANDS, IN_PLACE)
+        ),
+        ({"flash": "FA4"}, call(BANDS, head_dim=192), "fused flash efficient math"),
+        ({"flash": "FA4"}, call(IN_PLACE, value_dim=80, head_dim=80), "fused flash efficient math"),
+        ({"flash": "FA3"}, call(BANDS, head_dim=192), "flash fused efficient math"),
+        ({"flash": "other"}, call(BANDS), "fused flash efficient math"),
+        ({"flash": "FA4"}, call(BANDS, "float32"), "efficient fused math"),
+        ({"flash": "FA4"}, call(BANDS, softcap=True), "fused math"),
+        ({"flash": "FA4", "deterministic": True}, call(BANDS), "flash efficient math"),
+        # torch refuses these implementations on other devices.
+        ({"flash": "FA3", "capability": (10, 0)}, call(LONG), "cudnn fused efficient math"),
+        *(({"flash": "FA4", "capability": (8, 0)}, call(tiles), "fused efficient math") for tiles in (LONG, BANDS)),
         ({}, call(LONG, softcap=True), "fused math"),
         ({}, call(FEW, softcap=True), "math"),
         ({}, call(LONG, "float32"), "efficient fused math"),
@@ -91,6 +111,12 @@ def test_reasons_name_what_was_refused_before():
         ("flash", {"capability": (7, 0)}, call(dtype="float16"), "compute capability 8.0, and the device has 7.0"),
         ("efficient", {"capability": (7, 5)}, call(), "bfloat16 needs compute capability 8.0"),
         ("flash", {"has_flash": False}, call(), "torch was built without it"),
+        (
+            "flash",
+            {"flash": "FA4", "capability": (12, 0)},
+            call(),
+            "FA4 needs compute capability 9.x or 10.x, and the device has 12.0",
+        ),
         ("cudnn", {"has_cudnn": False}, call(LONG), "torch has no cuDNN 9.15.1 or newer"),
         ("cudnn", {"deterministic": True}, call(LONG), "it is not deterministic"),
         ("cudnn", {}, call(ANY), "full and causal tiles of 64 rows or more"),
@@ -125,25 +151,43 @@ def kinds(pattern, seq_len, world_size=1, documents=None, causal=True, held=None
 
 
 def test_the_kinds_of_tiles():
-    assert kinds("exact", 4096) == (4096, True, False, True)
-    assert kinds("exact", 4096, causal=False) == (4096, True, False, True)
-    assert kinds("exact", 4096, documents=(((0, 1500), (1500, 4000)), ((0, 4096),))) == (1500, True, False, False)
-    assert kinds("exact", 4096, documents=(((0, 10), (10, 4000)),)) == (10, True, False, False)
+    causal, full, both = ("causal",), ("full",), ("causal", "full")
+    assert kinds("exact", 4096) == (4096, True, False, True, True, causal)
+    assert kinds("exact", 4096, causal=False) == (4096, True, False, True, True, full)
+    documents = ((0, 1500), (1500, 4000)), ((0, 4096),)
+    assert kinds("exact", 4096, documents=documents) == (1500, True, False, False, True, causal)
+    assert kinds("exact", 4096, documents=(((0, 10), (10, 4000)),)) == (10, True, False, False, True, causal)
     for rank in range(4):
         # The pieces of the last rank are neighbours.
-        assert kinds("exact", 32768, 4, rank=rank) == (8192 if rank == 3 else 4096, False, False, True)
+        assert kinds("exact", 32768, 4, rank=rank) == (8192 if rank == 3 else 4096, False, False, True, False, both)
     # The border of documents is within 100 tokens of the border of a piece.
     assert min(kinds("exact", 32768, 4, (((0, 4196), (4196, 32768)),), rank=rank).rows for rank in range(4)) == 100
     assert kinds("window:4096", 4096) == kinds("exact", 4096)
     assert kinds("branches:segment=8192", 4096) == kinds("exact", 4096)
     for pattern in (
         "window:1024",
-        "window:4096+4",
+        "window:4092+4",
         "pyramid:512,3",
         "longnet:2048/1,all/4",
         "kv0=exact;kv1=window:512",
     ):
-        assert kinds(pattern, 4096) == ANY
+        few_calls = pattern.startswith("window")
+        assert kinds(pattern, 4096) == (0, True, False, True, few_calls, ())
+        assert kinds(pattern, 4096, 4) == (0, False, False, True, False, ())
+
+
+def test_flash_takes_packed_rows_in_few_calls_in_place():
+    """It takes so many documents at once as padding allows; bands of packed rows are a call for each length."""
+
+    def packed(count, seq_len=8192):
+        starts = [number * number for number in range(count)]
+        return (tuple(itertools.pairwise((*starts, seq_len))),)
+
+    for count, few in ((60, True), (80, False)):
+        assert kinds("exact", 8192, documents=packed(count)).few_calls == few
+        assert kinds("exact", 8192, documents=packed(count), causal=False).few_calls == few
+        assert not kinds("window:8", 8192, documents=packed(count)).few_calls
+    assert kinds("window:8", 64, documents=(((0, 32), (32, 64)),)).few_calls  # of one length
 
 
 def test_few_queries_to_a_cache():

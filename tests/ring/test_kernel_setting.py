@@ -42,9 +42,9 @@ def test_kernels_with_their_reasons():
     held = HeldKeys.whole(TOKENS, 1, TOKENS)
     cached_attention(x[:, :, -1:], x, x, pattern="exact", held=held, ring=ring)
     assert {kind: decision.choice for kind, decision in ring.kernels().items()} == {
-        "tiles of any shape, float64, head sizes 8 and 8": "cpu_flash",
-        "exact documents on one rank, float64, head sizes 8 and 8": "cpu_flash",
-        "tiles of any shape, float64, head sizes 8 and 8, capped scores": "math",
+        "few shapes of tiles on one rank, float64, head sizes 8 and 8": "cpu_flash",
+        "one document a row, exact documents on one rank, float64, head sizes 8 and 8": "cpu_flash",
+        "few shapes of tiles on one rank, float64, head sizes 8 and 8, capped scores": "math",
         "few queries to a cache, float64, head sizes 8 and 8": "cpu_flash",
     }
     assert {decision.reason for decision in ring.kernels().values()} == {

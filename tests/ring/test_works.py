@@ -90,8 +90,9 @@ class Float32(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize(("pattern", "direct"), [("window:64", True), ("window:64+4", False)])
+@pytest.mark.parametrize(("pattern", "direct"), [("window:64", True), ("window:64+4", True), ("pyramid:64,2", False)])
 def test_windows_need_no_float32_of_whole_rows(pattern, direct, rng):
+    """Nor do sinks beside them; of three tiles that share queries, results are merged in float32."""
     heads, tokens = 16, 4096
     case = replace(case_of(rng, pattern, None), seq_len=tokens, num_heads=heads, num_kv_heads=1)
     q, k, v, dout = (torch.randn(1, h, tokens, 8).bfloat16() for h in (heads, 1, 1, heads))

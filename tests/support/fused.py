@@ -48,7 +48,7 @@ def random_settings_of_kernels(rng):
         )
 
     pairs = [(setting(small), setting(small)) for small in (True, True, False)]
-    return Settings(*pairs, rng.choice([None, setting()._replace(keys=16)]))
+    return Settings(*pairs, rng.choice([None, setting()._replace(keys=16)]), rng.choice([10, 2048]))
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ...compute.kernels import choose_kernel
 from ...compute.reference import reference_attention
 from ...cost.models import attention_of_model
 from ...plan.heads import heads_fit
@@ -93,7 +92,7 @@ def measure_transport(run: CheckRun, transport: str, neighbours: bool) -> dict[s
     The job's pattern and a sparse one are computed in each layout, in float64 and in the job's dtype. With "heads", only
     `neighbours` may exchange heads; rings then go round the groups of them.
     """
-    queries, keys, *widths = heads = _heads(run)
+    queries, keys, *_ = heads = _heads(run)
     size = _group_size(run.ring_size, queries, keys, neighbours) if transport == "heads" else None
     worst: dict[str, list[float]] = {}
     beyond: list[tuple[str, str, str, float, float]] = []
@@ -113,8 +112,8 @@ def measure_transport(run: CheckRun, transport: str, neighbours: bool) -> dict[s
         name = str(dtype).removeprefix("torch.")
         worst[name] = max(worst.get(name, [0.0, case.bound]), [max(errors.values()), case.bound])
         beyond += [(x, layout.kind, name, far, case.bound) for x, far in errors.items() if not far <= case.bound]
-    kernel = choose_kernel(run.device, run.facts["dtype"], widths[0], widths[1])
-    return {"errors": worst, "beyond": beyond, "kernel": kernel.name, "size": size}
+    [kernel] = ring.kernels().values()  # of the last case, in the job's dtype
+    return {"errors": worst, "beyond": beyond, "kernel": kernel.choice, "size": size}
 
 
 def _group_size(ring_size: int, queries: int, keys: int, neighbours: bool) -> int | None:

@@ -10,8 +10,8 @@ from .columns import Integers, Signatures, Sizes, Tiles, expanded, seeing, sees_
 from .settings import FEW_KEYS, Setting, Settings
 
 Numbers = TypeVar("Numbers")
-#: A key item has at most this many rows, or a share of all rows that leaves each processor of a GPU many items.
-_MOST_ROWS, _KEY_ITEMS = 2048, 4096
+#: With this many key items, each processor of a GPU has many.
+_KEY_ITEMS = 4096
 
 
 class Sums(NamedTuple, Generic[Numbers]):
@@ -37,7 +37,7 @@ def key_launches(
     low, high = low * of_block.fold, np.maximum(high, low) * of_block.fold
     rows = high - low
     all_rows = int((rows * signatures.count[signatures.number[tile]]).sum())
-    most = max(_MOST_ROWS, -(-all_rows // _KEY_ITEMS))
+    most = max(settings.most_rows, -(-all_rows // _KEY_ITEMS))
     entry, part = expanded(-(-rows // most))
     begin = low[entry] + part * most
     end = np.minimum(begin + most, high[entry])

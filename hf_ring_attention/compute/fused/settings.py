@@ -31,6 +31,15 @@ class Settings(NamedTuple):
     dq: tuple[Setting, Setting]
     dkdv: tuple[Setting, Setting]
     few_keys: Setting | None = None  # of key items of at most 16 keys, in a separate launch; None: as others
+    most_rows: int = 2048  # of a key item, unless all items would then be more than processors need
+
+    def kinds(self) -> list[Settings]:
+        """Returns the settings of each kind of launch for all launches, and small key items, which proofs of 256 tokens cut."""
+        kinds = (
+            Settings(*(2 * (pair[many],) for pair in (self.forward, self.dq, self.dkdv)), self.few_keys, most_rows=160)
+            for many in (False, True)
+        )
+        return list(dict.fromkeys(kinds))
 
 
 def heads_of_an_item(group: int, settings: Settings) -> int:
