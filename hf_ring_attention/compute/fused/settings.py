@@ -35,9 +35,10 @@ class Settings(NamedTuple):
 
     def kinds(self) -> list[Settings]:
         """Returns the settings of each kind of launch for all launches, and small key items, which proofs of 256 tokens cut."""
+        forward, dq, dkdv = self[:3]
         kinds = (
-            Settings(*(2 * (pair[many],) for pair in (self.forward, self.dq, self.dkdv)), self.few_keys, most_rows=160)
-            for many in (False, True)
+            self._replace(forward=2 * (f,), dq=2 * (q,), dkdv=2 * (kv,), most_rows=160)
+            for f, q, kv in zip(forward, dq, dkdv)
         )
         return list(dict.fromkeys(kinds))
 
