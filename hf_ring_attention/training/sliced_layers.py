@@ -53,8 +53,8 @@ def sliced_layers(model: Model, tokens_at_once: int | None = 32768) -> Model:
 
     Raises:
         ValueError: no Transformers model; or in a call, modules with inputs or outputs other than [B, n, width].
-        NotImplementedError: a model without modules that are MLPs; or in a call, an MLP with modules that FSDP or ZeRO-3
-            gathers alone, for which ranks with more slices would wait in vain.
+        NotImplementedError: a model without modules that are MLPs or experts; or in a call, an MLP with modules that FSDP or
+            ZeRO-3 gathers alone, for which ranks with more slices would wait in vain.
 
     Example:
         >>> model, ids = tiny_llama(), torch.arange(1, 33)[None]

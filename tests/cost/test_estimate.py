@@ -222,7 +222,7 @@ def test_experts_and_norms_of_torch_stay_whole():
         assert (sliced.backward_of_attention < whole.backward_of_attention) is copied
         assert (only_mlp.backward_of_mlp < whole.backward_of_mlp) is not copied
         assert sliced.backward_of_mlp < whole.backward_of_mlp
-    # Each of two norms no longer saves a copy in 4 bytes a number, and 4 bytes a token; its input takes the normalized rows' place.
+    # Each of two norms no longer saves a copy in 4 bytes a number, and 4 bytes a token.
     whole, sliced = working_sets("mixtral"), working_sets("mixtral", layer_tokens_at_once=64)
     assert whole.backward_of_mlp - sliced.backward_of_mlp == 2 * (4 * 32 + 4)
 
