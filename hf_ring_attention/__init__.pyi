@@ -29,7 +29,8 @@ from .ring.simulation import run_simulated as run_simulated
 from .ring.simulation import simulate as simulate
 from .training.distillation import distillation_loss as distillation_loss
 from .training.packing import pack_documents as pack_documents
-from .training.sliced_mlp import sliced_mlp as sliced_mlp
+from .training.sliced_layers import sliced_layers as sliced_layers
+from .training.sliced_layers import sliced_mlp as sliced_mlp
 from .training.trainer import RingTrainer as RingTrainer
 from .training.trainer import RingTrainerMixin as RingTrainerMixin
 from .training.trainer import RingTrainingArguments as RingTrainingArguments
@@ -70,6 +71,7 @@ __all__ = [
     "ring_attention",
     "run_simulated",
     "simulate",
+    "sliced_layers",
     "sliced_mlp",
     "supported_models",
 ]

@@ -29,10 +29,10 @@ STRANGERS = ({"compute.kernels", "transport.transports"}, {"compute.kernels", "t
 #: The modules beside tests that compute by the definition: they compare results with it.
 COMPUTES_BY_DEFINITION = {"cli.checks.oracle"}
 LONGEST = 400  # lines
-#: Lines of the package: 18,300; 1,100 of graphs of models, kept attention, and MLPs in slices; 1,350 of fused kernels; 570 of
+#: Lines of the package: 18,300; 1,180 of graphs of models, kept attention, and layers in slices; 1,350 of fused kernels; 570 of
 #: the choice of a kernel, its proof, also on disk, cuDNN and packed rows in place; 250 of hidden states and logits that are
 #: formed when they are used; and 400 of streams, schedules and references over rings, ranks that wait or differ.
-MOST_LINES = 22_000
+MOST_LINES = 22_090
 
 #: Every .py file, by its module name inside the package.
 SOURCES = {

@@ -26,7 +26,7 @@ UNSAFE_ARGUMENTS = {"shell", "allow_pickle", "trust_remote_code"}
 PICKLE_ALLOWED = {
     "tests/plan/test_patterns.py",
     "tests/hf/test_config.py",
-    "tests/training/test_sliced_mlp.py",
+    "tests/training/test_sliced_layers.py",
     "tests/support/ranks.py",
     "hf_ring_attention/evaluation/calibration/search.py",  # names an error
 }

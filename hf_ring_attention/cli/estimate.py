@@ -27,6 +27,10 @@ def add_estimate(parser: Parser) -> None:
     parser.add_pattern("Default: the model's, else exact.")
     parser.add_choice("--parallel", PARALLELS, "How parameters are divided", "fsdp2")
     add("--checkpointing", action=BooleanOptionalAction, default=True, help="Backward recomputes layers (default yes).")
+    add("--keep-attention", action=BooleanOptionalAction, default=True, help="Checkpointing keeps it (default yes).")
+    add(
+        "--layer-tokens-at-once", metavar="N", type=token_count(), default=0, help="As for sliced_layers (default all)."
+    )
     add("--offload", action="store_true", help="Saved activations wait in host memory.")
     add("--offload-optimizer", action="store_true", help="The optimizer is in host memory, by DeepSpeed.")
     add("--accumulate", action="store_true", help="Gradients stay from batch to batch of a step.")

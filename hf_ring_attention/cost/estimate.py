@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from ..hf.config import warn_once
 from ..hf.loss_bytes import tokens_at_once
 from ..hybrids.mixers import MOST_GATHERED
 from ..plan.choices import COLLECTIVE_BYTES
@@ -14,10 +15,12 @@ from ..plan.patterns import Pattern, as_pattern
 from .explain import Explanation
 from .layers import ModelAttention, explain_patterns
 from .memory import (
+    NORM_BACKWARD,
     LayerMemory,
     MemoryPart,
     Parallel,
     TrainingSetting,
+    copies_norms,
     gradients_part,
     layer_memory,
     optimizer_part,
@@ -47,7 +50,7 @@ class Estimate:
         ...               num_attention_heads=32, num_key_value_heads=8, vocab_size=128256)
         >>> answer = ra.estimate(config, 1 << 20, devices=8, offload=True, memory=80 * 10**9)
         >>> answer.fits, round(answer.peak / 2**30, 1), answer.peak_phase
-        (True, 52.4, 'backward of layer 0')
+        (True, 51.4, 'backward of layer 0')
     """
 
     shape: ModelShape
@@ -117,6 +120,7 @@ def estimate(
     batch_size: int = 1,
     dtype: Any = "bfloat16",
     master_dtype: Any = "float32",
+    layer_tokens_at_once: int = 0,
     mlp_tokens_at_once: int = 0,
     layout: LayoutKind | Literal["auto"] = "auto",
     transport: str = "auto",
@@ -141,7 +145,8 @@ def estimate(
         batch_size: the sequences that a ring reads at once.
         dtype: of activations, and of weights as layers compute with them; a torch.dtype, or its name.
         master_dtype: of the weights, gradients and moments that are kept; ZeRO keeps float32 beside `dtype`.
-        mlp_tokens_at_once: the tokens of a slice, as for `sliced_mlp`; 0 for whole rows.
+        layer_tokens_at_once: the tokens of a slice, as for `sliced_layers`; 0 for whole rows.
+        mlp_tokens_at_once: as for `sliced_mlp`, whose slices are of MLPs only; it goes in version 0.4, with this function.
         layout, transport, heads: as for `Ring`.
         device: "cuda" assumes the fused kernel, and cuDNN or FlashAttention-2 for exact attention; ZeRO needs it. "cpu" counts
             an optimizer that updates one tensor after another; host memory is then the same memory.
@@ -163,6 +168,8 @@ def estimate(
     given |= {name: str(given[name]).removeprefix("torch.") for name in ("dtype", "master_dtype")}
     setting = TrainingSetting(**{field.name: given[field.name] for field in fields(TrainingSetting)})
     setting.check()
+    if mlp_tokens_at_once:
+        warn_once("mlp_tokens_at_once goes in version 0.4, with sliced_mlp: use layer_tokens_at_once and sliced_layers")
     try:
         shape = shape_of_model(model_or_config, None if pattern is None else as_pattern(pattern, "estimate"))
     except (ValueError, NotImplementedError) as error:
@@ -220,6 +227,7 @@ def _phases(
         return [*states, gradients, _saved(shape, setting, layers[:saved]), _kept(setting, layers[:kept])]
 
     done, phases = shape.embedding, {"loss": held(0, len(layers), len(layers)) + _in_loss(shape, setting)}
+    phases["backward of the last norm"] = [*held(done, len(layers), len(layers)), _last_norm(shape, setting)]
     for number in reversed(range(len(layers))):
         done += shape.layers[number].parameters - shape.layers[number].shared
         working = _working(setting, layers[number], beside[patterns[number]] if number in patterns else [])
@@ -250,10 +258,10 @@ def _kept(setting: TrainingSetting, layers: Sequence[LayerMemory]) -> MemoryPart
 
 
 def _working(setting: TrainingSetting, layer: LayerMemory, beside: list[MemoryPart]) -> list[MemoryPart]:
-    """Returns the working set of one layer's backward: of its MLP, or of its attention, with the parts beside it."""
+    """Returns the working set of one layer's backward: of its MLP, a norm, or its attention, with the parts beside it."""
     tokens = setting.local_tokens
-    # Without checkpointing, the layer's saved tensors are counted already; from host memory they must come back first.
-    counted = 0 if setting.checkpointing or setting.offload else layer.saved
+    # The layer's saved tensors, or its input, are counted already; from host memory they must come back first.
+    counted = 0 if setting.offload else layer.input if setting.checkpointing else layer.saved
 
     def of_part(name: str, by_token: int) -> MemoryPart:
         more = max(0, by_token - counted)
@@ -261,12 +269,22 @@ def _working(setting: TrainingSetting, layer: LayerMemory, beside: list[MemoryPa
         return MemoryPart(f"working set of {name}", tokens * more, formula, _SAVED_BY_AUTOGRAD)
 
     attention = [of_part("attention", layer.backward_of_attention), *beside]
-    return max([of_part("an MLP", layer.backward_of_mlp)], attention, key=total_bytes)
+    others = [of_part("an MLP", layer.backward_of_mlp)], [of_part("a norm", layer.backward_of_norm)]
+    return max(attention, *others, key=total_bytes)
+
+
+def _last_norm(shape: ModelShape, setting: TrainingSetting) -> MemoryPart:
+    """Returns the working set of the last norm's backward, while no layer has begun its own."""
+    numbers = (4 + NORM_BACKWARD) * copies_norms(shape.layers[-1], setting) or 2 * setting.number_bytes
+    formula = f"{setting.local_tokens:,} tokens x {shape.width} x {numbers} bytes"
+    size = setting.local_tokens * shape.width * numbers
+    return MemoryPart("working set of the last norm", size, formula, _SAVED_BY_AUTOGRAD)
 
 
 def _in_loss(shape: ModelShape, setting: TrainingSetting) -> list[MemoryPart]:
     """Returns the parts of the loss, which computes its gradients slice by slice."""
-    tokens, numbers = setting.local_tokens, 4 + 3 * setting.number_bytes  # The last norm, its output, and its gradient.
+    # The last norm, as in a layer: its input, its output, and its gradient.
+    tokens, numbers = setting.local_tokens, 3 * setting.number_bytes + 4 * copies_norms(shape.layers[-1], setting)
     norm = f"{tokens:,} tokens x {shape.width} x {numbers} bytes"
     # Backward of a slice holds the logarithms of probabilities and two gradients, in float32.
     at_once = min(tokens, tokens_at_once(tokens, shape.width, shape.vocabulary))

@@ -29,8 +29,12 @@ REDUCE_BUCKET = 500_000_000
 ROWS_OF_A_TILE = 128
 #: Adam's two moments (arXiv 1412.6980).
 MOMENTS = 2
+#: The bytes that backward of Transformers' RMSNorms holds for each number, beside the input in float32: also in float32, the
+#: gradients by the root and of the mean, the derivative of the square and its factor, and their product.
+NORM_BACKWARD = 5 * 4
 
-_LEAST = {"seq_len": 1, "devices": 1, "ring_size": 1, "batch_size": 1, "mlp_tokens_at_once": 0}
+_LEAST = {"seq_len": 1, "devices": 1, "ring_size": 1, "batch_size": 1}
+_LEAST |= {"layer_tokens_at_once": 0, "mlp_tokens_at_once": 0}
 _CHOICES = {name: tuple(NUMBER_BYTES) for name in ("dtype", "master_dtype")}
 _CHOICES |= {"parallel": PARALLELS, "device": ("cuda", "cpu")}
 
@@ -51,6 +55,7 @@ class TrainingSetting:
     offload: bool
     offload_optimizer: bool
     accumulate: bool
+    layer_tokens_at_once: int
     mlp_tokens_at_once: int
     layout: Any
     transport: str
@@ -76,6 +81,10 @@ class TrainingSetting:
         """The tokens that a rank holds, with padding, in all rows of the batch."""
         pieces = 2 if self.ring_size > 1 else 1  # A zigzag has two pieces a rank, and the most padding of all layouts.
         return -(-self.seq_len // (pieces * self.ring_size)) * pieces * self.batch_size
+
+    def slices(self, tokens_at_once: int) -> bool:
+        """Whether modules that compute this number of tokens at once, 0 for whole rows, compute slices."""
+        return 0 < tokens_at_once < self.local_tokens
 
     @property
     def number_bytes(self) -> int:
@@ -113,9 +122,16 @@ class LayerMemory(NamedTuple):
     """The bytes of one layer for each token of a rank; backward of a part counts what the layer still has saved."""
 
     saved: int  # by autograd
+    input: int  # of these, the layer's input
     kept: int  # by checkpointing, beside the layer's input
     backward_of_mlp: int  # 0 without an MLP
+    backward_of_norm: int
     backward_of_attention: int
+
+
+def copies_norms(layer: LayerShape, setting: TrainingSetting) -> bool:
+    """Returns whether norms copy the rows of all tokens in float32."""
+    return layer.norms_in_float32 and not setting.slices(setting.layer_tokens_at_once)
 
 
 def layer_memory(shape: ModelShape, layer: LayerShape, setting: TrainingSetting, whole: bool) -> LayerMemory:
@@ -126,35 +142,48 @@ def layer_memory(shape: ModelShape, layer: LayerShape, setting: TrainingSetting,
     group = (setting.heads or setting.ring_size) if setting.transport == "heads" else 1
     keys = max(attention.num_kv_heads, group) * (attention.head_dim + attention.value_dim)
     outputs = attention.num_heads * attention.value_dim
-    # A norm saves its input in float32 and the reciprocal root, the normalized rows, and the output that a linear layer reads.
-    norms = sum(norm * (4 + 2 * size) + 4 for norm in layer.norm_widths)
-    of_heads = layer.head_norm_width * (4 + size)
-    projections = (queries + keys + outputs * (1 if whole else 2) + layer.gate_width) * size + 4 * attention.num_heads
-    # The last norm of a layer belongs to its MLP, if it has one.
+    # An RMSNorm saves its input in float32, the reciprocal root, the normalized rows, and the output that a linear layer reads.
+    # In slices it saves its input and output, as torch's LayerNorm does.
+    copied = copies_norms(layer, setting)
+    of_norms = [norm * (4 + 2 * size) + 4 if copied else norm * 2 * size for norm in layer.norm_widths]
+    of_heads = layer.head_norm_width * (4 + size if copied else size)
+    # One launch of the fused kernel writes outputs in the order of the model, and reads their gradients in that order.
+    fused = setting.device == "cuda" and setting.ring_size == 1
+    stored = outputs if whole or fused else 2 * outputs
+    projections = ((queries + keys + stored + layer.gate_width) * size + 4 * attention.num_heads) * layer.attends
     has_mlp = layer.mlp_width > 0
-    last_norm = layer.norm_widths[-1] * (4 + 2 * size) if has_mlp and layer.norm_widths else 0
-    # Gate, activated gate, up and product; without a gate, the projection and its activation.
-    inner = layer.mlp_width * size
-    routed = 2 * layer.experts_per_token * width * size + 12 * layer.experts
-    mlp = (4 if layer.gated else 2) * inner + routed
-    attention_saved = norms - last_norm + of_heads + projections * layer.attends
-    # Backward of the product holds gate, activated gate and up, and the gradients of product, activated gate and up, beside the
-    # gradient of the residual stream.
+    # The last norm of a layer belongs to its MLP, if it has one.
+    last_norm = sum(of_norms[-1:]) * has_mlp
+    attention_saved = sum(of_norms) - last_norm + of_heads + projections
+    # Gate, activated gate, up and product; without a gate, the projection and its activation. Experts compute whole rows.
+    inner, routed = layer.mlp_width * size, 2 * layer.experts_per_token * width * size + 12 * layer.experts
+    mlp_at_once = 0 if layer.experts else setting.layer_tokens_at_once or setting.mlp_tokens_at_once
+    mlp = 0 if setting.slices(mlp_at_once) else (4 if layer.gated else 2) * inner + routed
+    residual = width * size  # the bytes of the gradient of the residual stream
+    # Backward of the product holds gate, activated gate and up, and the gradients of product, activated gate and up. Slices
+    # also hold the gradients of their inputs, and join these at the end.
     working_mlp = (6 if layer.gated else 3) * inner + routed
-    if 0 < setting.mlp_tokens_at_once < setting.local_tokens:
-        working_mlp, mlp = working_mlp * setting.mlp_tokens_at_once // setting.local_tokens, 0
+    if setting.slices(mlp_at_once):
+        working_mlp = residual + max(working_mlp * mlp_at_once // setting.local_tokens, residual)
+    # The last norm runs backward while attention's tensors wait, and the norm of queries when they are gone. In slices, and as
+    # torch's LayerNorm, norms hold less than an MLP or attention.
+    of_norm = attention_saved * has_mlp + (4 + NORM_BACKWARD) * max(layer.norm_widths, default=0)
+    of_query_norm = attention_saved - projections + (queries + keys) * size + NORM_BACKWARD * queries
+    working_norm = max(of_norm, of_query_norm if layer.head_norm_width else 0) + residual
     # With several tiles, gradients of queries, keys and values are summed in float32 beside the gradients of a tile, and the
     # output's gradient is copied to the order of the kernel. One launch of the fused kernel writes the gradient of queries.
-    fused = setting.device == "cuda" and setting.ring_size == 1
     sums = queries * (size if whole or fused else 4 + size) + keys * (size if whole else 4 + size)
+    of_outputs = outputs * size * (1 if fused and not whole else 2)
     # Checkpointing keeps out and lse. By the heads transport, these are the tensors of each piece beside the output.
     kept = (queries + keys + 2 * outputs if setting.transport == "heads" else outputs) * size + 4 * attention.num_heads
     keeps = setting.checkpointing and setting.keep_attention
     return LayerMemory(
         saved=attention_saved + last_norm + mlp,
+        input=0 if copied and size < 4 else residual,  # A norm keeps it, if not a copy in float32.
         kept=kept * layer.attends * keeps,
-        backward_of_mlp=(attention_saved + last_norm + working_mlp + 2 * width * size) * has_mlp,
-        backward_of_attention=(attention_saved + width * size + 2 * outputs * size + sums) * layer.attends,
+        backward_of_mlp=(attention_saved + last_norm + working_mlp + residual) * has_mlp,
+        backward_of_norm=working_norm * copied,
+        backward_of_attention=(attention_saved + residual + of_outputs + sums) * layer.attends,
     )
 
 

@@ -95,9 +95,8 @@ def _switches(shape: ModelShape, setting: TrainingSetting) -> Iterator[tuple[str
         yield f"ring_size={setting.devices}", {"ring_size": setting.devices}
     if not setting.offload_optimizer:
         yield "offload_optimizer (DeepSpeed)", {"offload_optimizer": True}
-    dense = not any(layer.experts for layer in shape.layers)
-    if dense and not setting.mlp_tokens_at_once and setting.local_tokens > shape.width:
-        yield f"sliced_mlp(model, {shape.width})", {"mlp_tokens_at_once": shape.width}
+    if not setting.layer_tokens_at_once and setting.local_tokens > shape.width:
+        yield f"sliced_layers(model, {shape.width})", {"layer_tokens_at_once": shape.width}
     if setting.dtype == "float32":
         yield "dtype=bfloat16", {"dtype": "bfloat16"}
 

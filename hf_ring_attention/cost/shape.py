@@ -43,6 +43,7 @@ class LayerShape:
     experts_per_token: int
     gated: bool  # whether the MLP multiplies two projections
     norm_widths: tuple[int, ...]  # the features of each norm whose output goes to linear layers
+    norms_in_float32: bool  # whether norms compute in float32 by several operations, unlike torch's LayerNorm
     head_norm_width: int  # the features of norms of queries and keys, whose outputs go to the rotary embedding
     attends: bool  # whether it has attention; layers of hybrids may lack it
     gate_width: int  # the features of a gate of attention's output, and of the product; 0 without a gate
@@ -107,6 +108,7 @@ def _read_layers(
         counted |= sizes.keys()
         outside = {path: tuple(x.shape) for path, x in layer.named_parameters() if id(x) not in in_mixers}
         modules = _sizes_of_modules(outside, text, attention, width)
+        modules["norms_in_float32"] = not any(isinstance(x, nn.LayerNorm) for x in layer.modules())
         layers.append(LayerShape(sum(sizes.values()), shared, attends=number in attention.numbers, **modules))
     return tuple(reversed(layers))
 

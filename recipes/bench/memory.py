@@ -58,7 +58,7 @@ class Step:
     keep_attention: bool = True
     offload: bool = False
     pattern: str = "exact"
-    mlp_tokens_at_once: int = 0
+    layer_tokens_at_once: int = 0
 
     def __str__(self) -> str:
         of = "" if self.ring_size == self.devices else f" of {self.devices}"
@@ -67,7 +67,7 @@ class Step:
             "saved" * (not self.checkpointing),
             "attention twice" * (not self.keep_attention),
             "offload" * self.offload,
-            "slices" * (self.mlp_tokens_at_once > 0),
+            "slices" * (self.layer_tokens_at_once > 0),
         ]
         return ", ".join(filter(None, words))
 
@@ -77,7 +77,7 @@ ALL_STEPS = [
     *(Step(tokens, 2, 2) for tokens in (2048, 4096, 8192)),
     *(Step(4096), Step(4096, 4, 4), Step(4096, 2, 2, "fsdp2"), Step(4096, offload=True)),
     *(Step(2048, checkpointing=False), Step(4096, 2, 2, checkpointing=False)),
-    Step(2048, checkpointing=False, mlp_tokens_at_once=256),
+    Step(2048, checkpointing=False, layer_tokens_at_once=256),
     Step(2048, 2, 1, "fsdp2", checkpointing=False),
 ]
 
@@ -122,7 +122,7 @@ def _parts(shape: Shape, step: Step) -> dict[str, int]:
     start = held_memory(shape.device)
     ring = ra.Ring() if step.ring_size == step.devices else ra.Ring.alone()
     model = model_of(shape, step.seq_len, step.checkpointing, step.keep_attention)
-    model = ra.sliced_mlp(ra.patch_model(model, step.pattern, ring=ring), step.mlp_tokens_at_once or None)
+    model = ra.sliced_layers(ra.patch_model(model, step.pattern, ring=ring), step.layer_tokens_at_once or None)
     ids = torch.randint(8192, (1, step.seq_len), generator=torch.Generator().manual_seed(1)).to(shape.device)
     trained, backward, optimizer = in_parallel(model, step)
     kept = 0
@@ -146,7 +146,7 @@ def _parts(shape: Shape, step: Step) -> dict[str, int]:
 
 
 def times_of_step(
-    way: str, shape: Shape, tokens: int, sizes: dict[str, Any], mlp_tokens_at_once: int = 0
+    way: str, shape: Shape, tokens: int, sizes: dict[str, Any], layer_tokens_at_once: int = 0
 ) -> dict[str, float]:
     """Returns the first loss under an attention, and the time, the peak and its estimate of later steps."""
     reset_peak(shape.device)  # It collects the last model.
@@ -155,9 +155,9 @@ def times_of_step(
     ids = torch.randint(model.config.vocab_size, (1, tokens), generator=random).to(shape.device)
     optimizer, estimate = torch.optim.AdamW(model.parameters(), 1e-6), math.nan
     if way != "sdpa":
-        ra.sliced_mlp(ra.patch_model(model, way, ring=ra.Ring.alone()), mlp_tokens_at_once or None)
+        ra.sliced_layers(ra.patch_model(model, way, ring=ra.Ring.alone()), layer_tokens_at_once or None)
         setting: Any = {"dtype": shape.dtype, "master_dtype": shape.dtype, "device": shape.device, "parallel": "ddp"}
-        setting["mlp_tokens_at_once"] = mlp_tokens_at_once
+        setting["layer_tokens_at_once"] = layer_tokens_at_once
         estimate = ra.estimate(model.config, tokens, pattern=way, **setting).peak / 2**30
 
     def step() -> torch.Tensor:
@@ -229,7 +229,7 @@ def main(words: Sequence[str] | None = None) -> None:
             f"A training step of 4 layers of width {args.heads * args.head_dim}, busiest rank, MiB",
             "tokens, ring|weights|grads|optim.|kept|work|total|estim.|error",
             rows,
-            "kept: for backward; work: what the peak has beyond the other parts; saved: without checkpointing; slices: of MLPs",
+            "kept: for backward; work: what the peak has beyond the other parts; saved: not checkpointed; slices: of layers",
         )
 
 

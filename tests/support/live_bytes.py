@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,12 +12,17 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors that operations inside have made, as long as these exist; `peak`: the most at once."""
+    """Counts the bytes of the tensors that operations inside have made, as long as these exist; `peak`: the most at once.
 
-    def __init__(self) -> None:
+    Args:
+        known: tensors that are not counted, nor are views of them.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self.now = self.peak = 0
         self._known: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._known.update((x.untyped_storage(), None) for x in known)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""MLPs in slices: results and gradients of whole rows, one gradient a parameter, less memory, and refusals on all ranks."""
+"""Layers in slices: results and gradients of whole rows, one gradient a parameter, less memory, and refusals on all ranks."""
 
 import collections
 import copy
@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute.private import checkpoint_activations
+from hf_ring_attention.hf.config import warn_once
 from tests.support.as_gpus import NO_DEEPSPEED, deepspeed_without_operators
 from tests.support.live_bytes import LiveBytes
 from tests.support.ranks import on_ranks, run_ranks
@@ -63,7 +64,7 @@ def test_slices_are_whole_rows(model_type):
     model, ids = tiny_model(model_type, "eager"), tokens(2, 23)
     logits, gradients, _ = step(model, ids)
     for tokens_at_once in (10, 1):  # slices of 5, 5, 5, 5 and 3 tokens of both rows
-        sliced, found, fired = step(ra.sliced_mlp(model, tokens_at_once), ids)
+        sliced, found, fired = step(ra.sliced_layers(model, tokens_at_once), ids)
         assert_exact(sliced, logits)
         assert gradients_distance(found, gradients) <= EXACT and {*fired.values()} == {1}
         assert fired.keys() == gradients.keys() == found.keys()
@@ -76,7 +77,7 @@ def test_slices_inside_of_checkpoints(reentrant):
     if reentrant is not None:
         checkpoint_activations(model, {"use_reentrant": reentrant})
     seen = slices_of(model)
-    sliced, found, fired = step(ra.sliced_mlp(model, 10), ids)
+    sliced, found, fired = step(ra.sliced_layers(model, 10), ids)
     assert_exact(sliced, logits)
     assert (
         gradients_distance(found, gradients) <= EXACT and {*fired.values()} == {1} and fired.keys() == gradients.keys()
@@ -85,7 +86,7 @@ def test_slices_inside_of_checkpoints(reentrant):
 
 
 def test_short_rows_and_rows_without_gradients_are_not_computed_again():
-    model = ra.sliced_mlp(tiny_llama(None), 10)
+    model = ra.sliced_layers(tiny_llama(None), 10)
     seen = slices_of(model)
     step(model, tokens(1, 10))
     assert seen == [(1, 10)]
@@ -101,7 +102,7 @@ def test_a_ring_has_the_gradients_of_one_process():
     whole_model(ids, labels=ids).loss.backward()
 
     def work(ring, model):
-        found = ra.sliced_mlp(model, 8)(ids, labels=ids).loss
+        found = ra.sliced_layers(model, 8)(ids, labels=ids).loss
         found.backward()
         assert_exact(found.detach(), loss.detach())
         return [p.grad for p in model.parameters()]
@@ -125,7 +126,7 @@ def test_masks_of_dropout_are_the_same_in_backward():
     expected, of_weights = gradients(lambda x: torch.cat([mlp(part) for part in x.split(3, 1)], 1))
     model = tiny_model("gpt2", "eager")
     model.transformer.h[0].mlp = mlp
-    ra.sliced_mlp(model, 3)
+    ra.sliced_layers(model, 3)
     found, again = gradients(mlp)
     assert 0.2 < float((expected == 0).double().mean()) < 0.8
     assert_exact(found, expected)
@@ -144,7 +145,7 @@ def test_autocast():
         return logits.detach().float(), {n: p.grad.clone() for n, p in model.named_parameters()}
 
     (exact, gradients), (rounded, of_rounded) = run(False), run(True)
-    ra.sliced_mlp(model, 10)
+    ra.sliced_layers(model, 10)
     sliced, found = run(True)
     assert distance(sliced, exact) <= allowed(distance(rounded, exact), torch.bfloat16)
     assert gradients_distance(found, gradients) <= allowed(gradients_distance(of_rounded, gradients), torch.bfloat16)
@@ -163,7 +164,7 @@ def test_autocast_adds_gradients_of_many_slices_in_the_dtype_of_the_weights():
         return mlp.down_proj.weight.grad
 
     expected = gradient()
-    ra.sliced_mlp(model, 1)
+    ra.sliced_layers(model, 1)
     assert distance(gradient(), expected) <= 0.02
 
 
@@ -187,11 +188,33 @@ def test_wide_tensors_exist_for_one_slice():
 
     by_token, rows = 6 * inner * x.element_size(), x.nbytes
     assert by_token * count <= bytes_of(mlp)[1] <= by_token * count + 6 * rows
-    ra.sliced_mlp(model, at_once)
+    ra.sliced_layers(model, at_once)
     for compute in (mlp, lambda x: checkpoint(mlp, x, use_reentrant=False)):
         kept, peak = bytes_of(compute)
         assert kept <= rows, "the input of all slices, once"
         assert by_token * at_once <= peak <= by_token * at_once + 6 * rows
+
+
+def test_norms_save_their_input_only():
+    """An RMSNorm in bfloat16 copies its input in float32, and backward makes five more; slices have these for a slice."""
+    width, count, at_once = 64, 512, 32
+    model = tiny_llama(None, hidden_size=width).bfloat16()
+    norm, x = model.model.norm, torch.randn(1, count, width, dtype=torch.bfloat16).requires_grad_()
+    rows = x.nbytes
+
+    def bytes_of():
+        norm.zero_grad()
+        with LiveBytes(norm.parameters()) as live:
+            out = norm(2 * x)
+            kept = live.now - out.nbytes
+            out.backward(torch.ones_like(out))
+        return kept, live.peak
+
+    kept, peak = bytes_of()
+    assert kept >= 3 * rows and peak >= 12 * rows
+    ra.sliced_layers(model, at_once)
+    kept, peak = bytes_of()
+    assert kept <= rows and peak <= 5 * rows + 14 * rows * at_once // count
 
 
 # ---- models
@@ -213,7 +236,7 @@ WITHOUT = {
 @pytest.mark.drawn
 @pytest.mark.parametrize("model_type", [name for name in CAUSAL_TYPES if name not in NOT_BUILT])
 def test_every_type(model_type):
-    """Every wide layer is in an MLP that is sliced, or the model is refused for a reason that is true."""
+    """Every wide layer is in an MLP that is sliced, and every norm is sliced, or the model is refused for a true reason."""
     config = tiny_config(model_type)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -221,40 +244,93 @@ def test_every_type(model_type):
         with pytest.raises(
             NotImplementedError, match=f"{type(model).__name__} has no module named mlp, ffn or feed_forward"
         ):
-            ra.sliced_mlp(model)
-    elif any("expert" in path for path, _ in model.named_parameters()):
+            ra.sliced_layers(model)
+        return
+    experts = any("expert" in path for path, _ in model.named_parameters())
+    if experts:
         with pytest.raises(NotImplementedError, match=r"sliced_mlp: [\w.]+ \(\w+\) sends tokens to experts"):
             ra.sliced_mlp(model)
-    else:
-        ra.sliced_mlp(model)
-        sliced = tuple(f"{path}." for path, module in model.named_modules() if "forward" in vars(module))
-        for path, module in model.named_modules():
-            if isinstance(module, (torch.nn.Linear, Conv1D)) and {INNER, 2 * INNER} & {*module.weight.shape}:
-                assert OTHERS.search(path) or path.startswith(sliced), path
+        assert not any("forward" in vars(module) for module in model.modules())
+    ra.sliced_layers(model)
+    sliced = {path for path, module in model.named_modules() if "forward" in vars(module)}
+    inside = tuple(f"{path}." for path in sliced)
+    for path, module in model.named_modules():
+        if isinstance(module, (torch.nn.Linear, Conv1D)) and {INNER, 2 * INNER} & {*module.weight.shape}:
+            assert experts or OTHERS.search(path) or path.startswith(inside), path
+        whole = r"vision|image|audio|projector|embeddings|MultiHead|router" + r"|expert|\.mlp\." * experts
+        named = f"{path} {type(module).__name__}"
+        if re.search("(RMS|Layer)Norm$", named) and not re.search(whole, named) and not [*module.children()]:
+            assert path in sliced or path.startswith(inside), path
+        assert not (path in sliced and "experts" in path)
 
 
-def test_experts_beside_dense_layers_are_refused():
-    model = tiny_model("deepseek_v3", "eager")
-    with pytest.raises(NotImplementedError, match=r"model\.layers\.1\.mlp \(DeepseekV3MoE\) sends tokens to experts"):
+def test_experts_compute_whole_rows(caplog):
+    """Dense layers and norms beside them compute slices; a warning names the first module with experts."""
+    model, ids = tiny_model("deepseek_v3", "eager"), tokens(1, 20)
+    logits, gradients, _ = step(model, ids)
+    with pytest.raises(
+        NotImplementedError, match=r"sliced_mlp: model\.layers\.1\.mlp \(DeepseekV3MoE\) sends tokens to experts"
+    ):
         ra.sliced_mlp(model)
     assert not any("forward" in vars(module) for module in model.modules())
+    caplog.clear()
+    warn_once.cache_clear()
+    for tokens_at_once in (5, 8):
+        ra.sliced_layers(model, tokens_at_once)
+    assert [x.message for x in caplog.records] == [
+        "sliced_layers: model.layers.1.mlp (DeepseekV3MoE) sends tokens to experts, which may depend on all tokens: experts "
+        "compute whole rows, norms and dense MLPs slices"
+    ]
+    assert "forward" in vars(model.model.layers[0].mlp) and "forward" in vars(model.model.layers[1].input_layernorm)
+    assert "forward" not in vars(model.model.layers[1].mlp)
+    sliced, found, _ = step(model, ids)
+    assert_exact(sliced, logits)
+    assert gradients_distance(found, gradients) <= EXACT
+
+
+def test_norms_of_heads_compute_slices_of_tokens():
+    """Qwen3 has [B, n, H, D] and Gemma 3 [B, H, n, D]; Cohere's weights of heads [H, D] stay whole."""
+    for model_type, dim in (("qwen3", 1), ("gemma3_text", 2)):
+        model, seen = ra.sliced_layers(tiny_model(model_type, "eager"), 10), []
+        norm = model.model.layers[0].self_attn.q_norm
+        norm.forward.own = lambda x, norm=norm, seen=seen: seen.append(x.shape) or type(norm).forward(norm, x)
+        model(tokens(2, 23))
+        assert [shape[dim] for shape in seen] == [5, 5, 5, 5, 3] and {len(shape) for shape in seen} == {4}
+    cohere = ra.sliced_layers(tiny_model("cohere", "eager", use_qk_norm=True), 10).model.layers[0]
+    assert "forward" in vars(cohere.input_layernorm) and "forward" not in vars(cohere.self_attn.q_norm)
+
+
+def test_the_old_name_computes_no_norms_in_slices(caplog):
+    warn_once.cache_clear()
+    model, ids = tiny_llama(None), tokens(1, 20)
+    logits, *_ = step(model, ids)
+    assert_exact(step(ra.sliced_mlp(model, 5), ids)[0], logits)
+    assert {type(x).__name__ for x in model.modules() if "forward" in vars(x)} == {"LlamaMLP"}
+    assert [x.message for x in caplog.records if "sliced_mlp" in x.message] == [
+        "sliced_mlp goes in version 0.4: call sliced_layers, which computes norms in slices too"
+    ]
+    ra.sliced_layers(model, 5)
+    assert {type(x).__name__ for x in model.modules() if "forward" in vars(x)} == {"LlamaMLP", "LlamaRMSNorm"}
+    assert_exact(step(model, ids)[0], logits)
+    ra.sliced_mlp(model, None)
+    assert not any("forward" in vars(x) for x in model.modules())
 
 
 def test_layers_without_a_module_for_their_mlp_are_refused():
     with pytest.raises(NotImplementedError, match="OPTForCausalLM has no module named mlp, ffn or feed_forward"):
-        ra.sliced_mlp(tiny_model("opt", "eager"))
+        ra.sliced_layers(tiny_model("opt", "eager"))
 
 
 def test_other_results_than_one_tensor_are_refused():
     """RWKV's feed-forward passes a state; another one mixes tokens."""
-    model = ra.sliced_mlp(tiny_model("rwkv", "eager"), 10)
+    model = ra.sliced_layers(tiny_model("rwkv", "eager"), 10)
     for length in (5, 20):  # ranks with short rows refuse with the others
         with pytest.raises(ValueError, match=r"expected a tensor of .* x width from RwkvFeedForward, got tuple"):
             model(tokens(1, length))
     model = tiny_llama(None)
     mlp = model.model.layers[0].mlp
     mlp.forward = lambda x: x.mean(1, keepdim=True)
-    ra.sliced_mlp(model, 10)
+    ra.sliced_layers(model, 10)
     with pytest.raises(ValueError, match=r"expected a tensor of \(1, 10\) x width from LlamaMLP, got \(1, 1, 32\)"):
         model(tokens(1, 20))
     with pytest.raises(
@@ -265,10 +341,10 @@ def test_other_results_than_one_tensor_are_refused():
 
 def test_arguments_are_checked():
     for wrong in (0, -1, 1.5, True):
-        with pytest.raises(ValueError, match="sliced_mlp: tokens_at_once must be an integer of at least 1"):
-            ra.sliced_mlp(tiny_llama(), wrong)
-    with pytest.raises(ValueError, match="sliced_mlp: expected a Transformers model"):
-        ra.sliced_mlp(torch.nn.Linear(2, 2))
+        with pytest.raises(ValueError, match="sliced_layers: tokens_at_once must be an integer of at least 1"):
+            ra.sliced_layers(tiny_llama(), wrong)
+    with pytest.raises(ValueError, match="sliced_layers: expected a Transformers model"):
+        ra.sliced_layers(torch.nn.Linear(2, 2))
 
 
 def test_it_can_be_undone():
@@ -278,13 +354,13 @@ def test_it_can_be_undone():
     theirs = first.forward = lambda x: type(first).forward(first, x)
     seen = slices_of(model)
     for tokens_at_once, count in ((5, 4), (10, 2), (None, 1)):
-        assert ra.sliced_mlp(model, tokens_at_once) is model
+        assert ra.sliced_layers(model, tokens_at_once) is model
         with torch.no_grad():
             model(tokens(1, 20))
         assert len(seen) == count
         seen.clear()
     assert first.forward is theirs and "forward" not in vars(second)
-    ra.sliced_mlp(model, None)
+    ra.sliced_layers(model, None)
     assert first.forward is theirs and "forward" not in vars(second)
 
 
@@ -304,13 +380,13 @@ def with_a_hook(layer):
 def test_mlps_that_were_wrapped_since_are_sliced_anew_and_undone(wrap):
     model = tiny_llama(None)
     seen = slices_of(model)
-    ra.sliced_mlp(model, 5)
+    ra.sliced_layers(model, 5)
     unwrap = wrap(model.model.layers[0])
     for tokens_at_once, count in ((10, 2), (None, 1), (4, 5), (None, 1), ("unwrapped", 1), (10, 2)):
         if tokens_at_once == "unwrapped":
             unwrap()
         else:
-            ra.sliced_mlp(model, tokens_at_once)
+            ra.sliced_layers(model, tokens_at_once)
         seen.clear()
         with torch.no_grad():
             model(tokens(1, 20))
@@ -319,7 +395,7 @@ def test_mlps_that_were_wrapped_since_are_sliced_anew_and_undone(wrap):
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_compute_with_their_own_weights(copied, tmp_path):
-    model, ids = ra.sliced_mlp(tiny_llama(None), 10), tokens(1, 37)
+    model, ids = ra.sliced_layers(tiny_llama(None), 10), tokens(1, 37)
     logits, gradients, _ = step(model, ids)
     other = copied(model)
     with torch.no_grad():
@@ -338,7 +414,7 @@ def test_a_compiled_mlp_is_one_graph(backend):
     model, x = tiny_llama(None), torch.randn(1, 20, 32)
     mlp = model.model.layers[0].mlp
     expected = mlp(x)
-    ra.sliced_mlp(model, 8)
+    ra.sliced_layers(model, 8)
     assert_exact(torch.compile(mlp, backend=backend, fullgraph=True)(x), expected)
 
 
@@ -354,8 +430,8 @@ def expected_gradients(model):
 
 
 def gradients_on(rank, wrap, reentrant):
-    model = ra.sliced_mlp(tiny_llama(None).train(), 10)
-    expected = expected_gradients(ra.sliced_mlp(copy.deepcopy(model), None))
+    model = ra.sliced_layers(tiny_llama(None).train(), 10)
+    expected = expected_gradients(ra.sliced_layers(copy.deepcopy(model), None))
     if reentrant is not None:
         checkpoint_activations(model, {"use_reentrant": reentrant})
     seen, called = slices_of(model), model
@@ -390,7 +466,7 @@ def test_ranks_with_other_numbers_of_slices(wrap, reentrant, programs):
 
 
 def refused_by(rank):
-    model = ra.sliced_mlp(tiny_llama(None), 10)
+    model = ra.sliced_layers(tiny_llama(None), 10)
     for layer in model.model.layers:
         fully_shard(layer.mlp.up_proj)
     fully_shard(model)
@@ -401,7 +477,7 @@ def refused_by(rank):
     with pytest.raises(
         NotImplementedError, match=r"each slice would gather the weights of up_proj: shard model\.layers\.0\.mlp or"
     ):
-        ra.sliced_mlp(model, 5)
+        ra.sliced_layers(model, 5)
 
 
 def test_layers_that_are_sharded_by_themselves_are_refused_on_all_ranks(programs):
@@ -423,7 +499,7 @@ def zero_losses(rank):
 
     def losses(stage, tokens_at_once):
         model = tiny_llama(None).train()
-        ra.sliced_mlp(model, tokens_at_once)
+        ra.sliced_layers(model, tokens_at_once)
         checkpoint_activations(model, {"use_reentrant": False})
         engine, found, fired = engine_of(model, stage), [], collections.Counter()
         for name, x in model.named_parameters():
@@ -442,8 +518,8 @@ def zero_losses(rank):
     found = [[losses(stage, number) for number in (None, 10)] for stage in (1, 2, 3)]
     late = tiny_llama(None)
     engine = engine_of(late, 3)
-    with pytest.raises(NotImplementedError, match=r"of gate_proj: .* call sliced_mlp before deepspeed\.initialize"):
-        ra.sliced_mlp(engine, 10)
+    with pytest.raises(NotImplementedError, match=r"of gate_proj: .* call sliced_layers before deepspeed\.initialize"):
+        ra.sliced_layers(engine, 10)
     return found
 
 
