@@ -83,7 +83,7 @@ def pytest_collection_finish(session):
 
 @pytest.fixture(autouse=True)
 def fresh_inputs(request):
-    """Each test draws from generators of its own seed, whatever ran before it."""
+    """Seeds the generators for each test by its name, whatever ran before it."""
     generator = random.Random(f"{request.config.option.seed} {request.node.nodeid}")
     random.seed(generator.random())
     np.random.seed(generator.randrange(2**32))  # noqa: NPY002
@@ -97,8 +97,8 @@ def fresh_inputs(request):
 def no_modes():
     """Lets torch.compile compile, which compiles nothing under a mode that sees every operation.
 
-    torch has one flag of such modes for all threads. Threads leave it set that end a mode in another order than they began
-    it, as those of simulated ranks may do in any test before.
+    torch has one flag of such modes for all threads. It stays set if threads end their modes in another order than they began
+    them; simulated ranks of any earlier test may do so.
     """
     for flag in ("_is_in_non_infra_torch_dispatch_mode", "_is_in_any_mode_without_ignore_compile_internals"):
         if hasattr(torch.utils._python_dispatch, flag):
@@ -107,7 +107,7 @@ def no_modes():
 
 @pytest.fixture
 def rng():
-    """A generator of its own for a test's inputs, from the seed of the run."""
+    """A generator for a test's inputs, from the seed of the run."""
     return random.Random(random.random())
 
 
@@ -127,7 +127,7 @@ def saved_figures(monkeypatch):
 
 @pytest.fixture
 def places(tmp_path, monkeypatch):
-    """A file, one in JSON that is no calibration, and an empty folder, by name; the current folder is an empty one too."""
+    """A file, a JSON file without a calibration, and an empty folder, by name. The current folder is the empty folder."""
     (tmp_path / "file").write_text("text")
     (tmp_path / "calibration.json").write_text("{}")
     (tmp_path / "empty").mkdir()

@@ -23,8 +23,8 @@ _HEAD = """# Model types
 
 `make models` runs a tiny model of every causal type of Transformers in float64 and writes this page and `models.json`, which
 `ra.supported_models()` reads. A supported type has the logits and gradients of eager attention: alone, with padding on either
-side, and, where the columns say yes, over a ring of two ranks and with several documents in a row. The tests run every line
-again. A type that is not listed here is not refused for that: `ra.patch_model` decides by what it finds in the model.
+side, and, with a yes in the columns, over a ring of two ranks and with several documents in a row. The tests run every line
+again. A type that is not listed here may still be supported: `ra.patch_model` looks at the model to decide.
 """
 
 
@@ -36,9 +36,7 @@ def run_survey(types: list[str]) -> None:
     """Surveys these types and prints the results; without types, surveys all and writes their table."""
     unknown = [name for name in types if name not in CAUSAL_TYPES]
     if unknown:
-        sys.exit(
-            f"Transformers has no causal model type {', '.join(unknown)}: a type is what config.json calls model_type"
-        )
+        sys.exit(f"Transformers lacks the causal model type {', '.join(unknown)}: take the model_type of config.json")
     torch.set_num_threads(1)
     models = []
     for model_type in types or CAUSAL_TYPES:

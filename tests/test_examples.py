@@ -1,4 +1,4 @@
-"""The examples in the docstrings of public names run, and print what they say."""
+"""The examples in the docstrings of public names run, and print the text below them."""
 
 import contextlib
 import doctest

@@ -32,7 +32,7 @@ REPEATED = r"python -m tests\.fuzz --case ((?:attention|fused|models):\d+)"
 
 
 def test_random_cases_of_attention(rng):
-    """Those of models are in tests/hf/test_random_batches.py."""
+    """Random cases of models are in tests/hf/test_random_batches.py."""
     report = fuzz.run_many(rng.randrange(10**6), ["attention"], cases=CASES)
     assert not report.failed, "\n".join(report.failed)
     assert sum(report.outcomes.values()) == CASES
@@ -52,7 +52,7 @@ def test_each_run_draws_the_same(tmp_path):
     (tmp_path / "test_it.py").write_text(DRAWS)
 
     def failures(workers):
-        """(the tests that failed, with their messages; all that is printed) of a run in a process of its own."""
+        """(the tests that failed, with their messages; all printed text) of a run in a fresh process."""
         [printed] = run_ranks(printed_by_pytest, 1, tmp_path, workers)
         return sorted(re.findall(r"^FAILED (.*)$", printed, re.MULTILINE)), printed
 

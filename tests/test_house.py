@@ -15,8 +15,8 @@ PACKAGE = "hf_ring_attention"
 FOLDER = Path(__file__).parents[1] / PACKAGE
 #: From the ground up: each imports from itself and from those before it.
 FOLDERS = ("plan", "compute", "transport", "ring", "hf", "hybrids", "training", "evaluation", "cost", "cli")
-#: Imports inside a function, of modules above or beside, which load when they are needed: hybrids alone need their mixers, and
-#: what is registered while Transformers loads can only be loaded afterwards.
+#: Imports inside a function, of modules above or beside, which load when they are needed: only hybrids need their mixers, and
+#: modules that are registered while Transformers loads can only be loaded afterwards.
 LATE = {
     *(("hf.registration", f"hf.{module}") for module in ("attention", "masks", "patch")),
     ("hf.model_types", "hybrids.models"),
@@ -52,7 +52,7 @@ def folder_of(module):
 def imports(source, module=""):
     """(module, name, node) of every import, wherever it stands; relative modules with the package's name in front.
 
-    The name is None for `import module`. `torch.distributed` written out counts as its import.
+    For `import module` the name is missing (None). `torch.distributed` written out counts as its import.
 
     Args:
         module: whose source it is, in dots inside the package.
@@ -169,12 +169,12 @@ def test_the_package_does_not_grow(record_property):
         print(f"{folder:12} {count:6}")
         record_property(folder, count)
     assert sum(lines.values()) <= MOST_LINES, (
-        f"{sum(lines.values())} lines: remove some, or say why the package must grow"
+        f"{sum(lines.values())} lines: remove some, or raise the bound and give the reason in the commit"
     )
 
 
 def test_recipes_import_public_names_alone():
-    """And modules of their own folder and of libraries, as a copy of the folder does."""
+    """Beside these they import modules of their folder and libraries, so that a copy of the folder runs."""
     stub = ast.parse((FOLDER / "__init__.pyi").read_text(encoding="utf-8"))
     public = {alias.asname for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names}
     recipes = sorted((FOLDER.parent / "recipes").rglob("*.py"))
@@ -218,7 +218,7 @@ def test_private_names_stay_in_their_module():
 
 
 #: Where private names of other libraries may stand: all of them, the operators of torch, and named tuples' own methods;
-#: os._exit is none but for its name.
+#: os._exit only looks private.
 PRIVATE_ALLOWED = {"compute.private": ".*", "compute.kernels": "_scaled_dot_product_.*", "cli.check": "_exit"}
 
 

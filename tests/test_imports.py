@@ -14,7 +14,7 @@ HEAVY = ("torch", "transformers", "accelerate", "datasets", "peft", "transformer
 
 
 def loaded_by(script):
-    """What a fresh Python that runs a script has loaded at its end: modules of this package, and of the heavy ones."""
+    """The modules of this package, and the heavy libraries, that a fresh Python has loaded after a script."""
     script = textwrap.dedent(script) + textwrap.dedent(
         f"""
         import json, sys

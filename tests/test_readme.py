@@ -68,9 +68,9 @@ def without_blocks(page):
 
 QUICK_START, PREAMBLE, TRAINER, TRL, ACCELERATE, SAVE = blocks(README, "python")
 (PREFERENCES,) = blocks(RECIPES, "python")
-#: The model of the quick start, which is compared with what the page prints: the tests have the copy of the demo.
+#: The model of the quick start, whose output is compared with the page: the tests have the copy of the demo.
 REAL_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-#: What follows a snippet here: it tells what became of its model.
+#: The tests add this to a snippet, to see its model at the end.
 TELL = "\nprint('weights', sum(x.double().sum().item() for x in model.parameters()))\n"
 PROGRAMS = {
     "trainer": PREAMBLE + TRAINER + TELL,
@@ -106,7 +106,7 @@ def run_snippet(file, processes):
 
 @pytest.fixture(scope="module")
 def printed(folder):
-    """What each program printed on two processes, one after the other."""
+    """The output of each program on two processes."""
     with contextlib.chdir(folder):
         return {name: run_snippet(f"{name}.py", 2) for name in PROGRAMS}
 
@@ -151,7 +151,7 @@ def test_a_pattern_is_set_before_loading_and_comes_back(folder, tmp_path, monkey
 # ---- commands
 
 
-#: Programs that the README tells its readers to write.
+#: Programs that a reader of the README writes.
 WRITTEN = {"quick_start.py", "train.py"}
 COMMANDS = ("python ", "torchrun ", "accelerate ", "hf-ring-attention", "make ", "pip ", "ACCELERATE_USE_CPU=")
 
@@ -285,7 +285,7 @@ def test_the_map_lists_the_public_names():
 
 @functools.cache
 def texts_of_the_code():
-    """Every text in the package and the recipes, those of f-strings in parts."""
+    """Every text in the package and the recipes; f-strings come in parts."""
     files = [path for folder in ("hf_ring_attention", "recipes") for path in (ROOT / folder).rglob("*.py")]
     nodes = (node for path in files for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
     return "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))

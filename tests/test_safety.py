@@ -22,7 +22,7 @@ UNSAFE_CALLS = {
 }  # fmt: skip
 #: Arguments that make a call unsafe.
 UNSAFE_ARGUMENTS = {"shell", "allow_pickle", "trust_remote_code"}
-#: Where users pickle or copy what this package makes, tests do; and the tests' own processes talk through their own pipes.
+#: Tests pickle and copy the objects that users pickle and copy, and send them through pipes between their processes.
 PICKLE_ALLOWED = {
     "tests/plan/test_patterns.py",
     "tests/hf/test_config.py",
@@ -35,13 +35,13 @@ REMOTE_CODE_ALLOWED = {"hf_ring_attention/cost/models.py", "hf_ring_attention/cl
 
 
 def unsafe(source):
-    """What is unsafe in a source, in the order of ast.walk: "line: reason"."""
+    """Unsafe code of a source, in the order of ast.walk: "line: reason"."""
     loads = {"torch.load"}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            # Of an imported function, the dotted name says which one it is.
+            # The dotted name identifies an imported function.
             names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
         else:
             names = []
@@ -53,7 +53,7 @@ def unsafe(source):
         if not isinstance(node, ast.Call):
             continue
         name = ast.unparse(node.func)
-        # The values of arguments, None for those that are no constants.
+        # The values of arguments; None for all but constants.
         given = {keyword.arg: getattr(keyword.value, "value", None) for keyword in node.keywords}
         if name in UNSAFE_CALLS:
             yield f"{node.lineno}: calls {name}"
@@ -94,7 +94,7 @@ def test_what_is_unsafe_is_found(source, found):
 
 
 def test_nothing_that_is_read_runs():
-    """And what is allowed above is there."""
+    """And the exceptions above are still needed."""
     assert len(SOURCES) > 200
     allowed = dict.fromkeys(PICKLE_ALLOWED, "pickle") | dict.fromkeys(REMOTE_CODE_ALLOWED, "passes trust_remote_code")
     for path, source in SOURCES.items():
@@ -115,7 +115,7 @@ def test_a_model_s_own_code_never_depends_on_a_prompt():
 
 
 def test_the_files_for_launchers_are_plain_yaml():
-    """Accelerate reads them with its own loader; here a loader that makes nothing but plain data must take them."""
+    """Accelerate has a special loader for them; here a loader that only makes plain data must take them."""
     yaml = pytest.importorskip("yaml", reason="Transformers brings it")
     files = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
     assert files

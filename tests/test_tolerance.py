@@ -1,4 +1,4 @@
-"""The bounds of tests: float64 is computed in throughout, and errors that are no numbers are within no bound."""
+"""The bounds of tests: tests in float64 stay in float64 throughout, and a NaN exceeds every bound."""
 
 import threading
 

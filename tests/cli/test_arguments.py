@@ -1,4 +1,4 @@
-"""Bad arguments of commands are refused while they are read, with what was expected and what came."""
+"""Commands refuse a bad argument while they parse it; the error names the expected value and the given value."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The calibrate command, on a tiny model: its files are those of the library, and wrong options are refused in one line."""
+"""The calibrate command, on a tiny model: it writes the library's files, and refuses wrong options in one line."""
 
 import json
 

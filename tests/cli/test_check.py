@@ -36,7 +36,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CP
 
 def verdicts(printed):
     """(the verdict, its text) by the names of checks, and the last line."""
-    # gloo of torch 2.9 writes lines of its own to stdout.
+    # gloo of torch 2.9 also writes to stdout.
     *lines, last = (line for line in printed.splitlines() if not line.startswith("[Gloo]"))
     rows = [re.match(r"(ok|warning|FAILED|-) +(\S+(?: \S+)*)  +(.*)", line) for line in lines]
     return {row.group(2): (row.group(1), row.group(3)) for row in rows if row}, last
@@ -48,7 +48,7 @@ def remedy_of(printed, name):
 
 
 def alone(words, capsys):
-    """(the exit status, what it prints) of the command in this process."""
+    """(exit status, printed text) of the command in this process."""
     with pytest.raises(SystemExit) as end:
         cli.main(["check", *PATIENT, *words])
     return end.value.code, capsys.readouterr().out
@@ -131,7 +131,7 @@ def test_types_that_cannot_be_prefilled_are_skipped(tmp_path, capsys):
 def test_sizes_of_jobs_that_must_fit_together(model_type, changes, verdict, text, tmp_path, capsys):
     """A tiny model keeps zeros; where its numbers do not fit together, nothing has failed."""
     if model_type not in CONFIG_MAPPING:
-        pytest.skip(f"this release of Transformers has no {model_type}")
+        pytest.skip(f"this release of Transformers lacks {model_type}")
     CONFIG_MAPPING[model_type](**changes).save_pretrained(tmp_path)
     status, printed = alone(["--model", str(tmp_path)], capsys)
     found = verdicts(printed)[0]["train step"]
@@ -143,7 +143,7 @@ def test_sizes_of_jobs_that_must_fit_together(model_type, changes, verdict, text
 
 LATE = ("--timeout", str(SECONDS))
 OUT_OF_STEP = "'oracle ring' left the processes out of step"
-#: The fault of process 1, options, what the first oracle finds, its remedy, and why the training step is skipped.
+#: The fault of process 1, options, the result of the first oracle, its remedy, and why the training step is skipped.
 FAILED = [
     ("wrong", (), r"process 1: out is \S+ from .*, of 1.0e-12, in contig.*", "Do not train:", "it needs 'oracle ring'"),
     ("dies", LATE, "process 1 of 2 did not answer.*", "Read that process's output", OUT_OF_STEP),

@@ -1,4 +1,4 @@
-"""The command line: what it loads, what it prints, and that what the library refuses ends it with one line."""
+"""The command line: its imports, its output, and that an error of the library ends it with one line."""
 
 import gc
 import json
@@ -35,7 +35,7 @@ def test_nothing_heavy_is_loaded_for_help_version_explain_and_models():
 import sys
 from hf_ring_attention.cli.main import main
 
-assert "rich" not in sys.modules, "without it, the command line says what to install"
+assert "rich" not in sys.modules, "without rich, the command line names the package to install"
 call = "--tokens 8k --ranks 4 --heads 8 --head-dim 32"
 for words in ("--version", "--help", "explain --help", "check --help", "perplexity --help", "models llama",
               "plot ring --help", "plot pattern exact", f"explain {call}", f"plot ring {call} --tflops 1 --gbps 1"):

@@ -29,7 +29,7 @@ def test_the_others_name_it_in_one_line(tmp_path, monkeypatch):
     assert time.monotonic() - start < PROMPTLY
     lines = [line for line in done.stderr.splitlines() if "lost" in line]
     assert len(lines) == 2 and "Traceback" not in done.stderr, done.stderr
-    # Another one may still wait while this one says who does not answer.
+    # Another process may still wait while this process names the one that does not answer.
     which = r"(?:process|one or more of the processes) \[?([\d, ]+)\]? of 3 .*, so process (\d) ends too"
     named = [re.match(f"hf-ring-attention: lost {which}", line) for line in lines]
     lost = {match[2]: match[1].replace(" ", "").split(",") for match in named}

@@ -24,7 +24,7 @@ def test_all_recipes_are_copied_and_nothing_is_overwritten(tmp_path, command, re
 
 
 def test_a_wheel_has_the_recipes_and_runs_none_of_the_checkout(tmp_path):
-    """Built without a network from a copy of what it is made of, and unpacked as an installer would."""
+    """The wheel is built without a network from a copy of its sources, and unpacked as an installer would."""
     source = tmp_path / "source"
     for name in ("hf_ring_attention", "recipes"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -70,7 +70,7 @@ def test_every_band_is_what_plain_math_makes_of_it(cut_from, monkeypatch, rng, g
 
 @pytest.mark.parametrize("shape", ["full", "causal", "band"])
 def test_cuda_flash_is_what_plain_math_makes_of_it(shape, monkeypatch, rng, generator):
-    """FlashAttention for CUDA sees the keys that plain math sees: its calls, with what they mean computed in float64."""
+    """FlashAttention for CUDA sees the keys that plain math sees: float64 stands in for its kernel."""
     checked = CheckedOperators(played_by=FlashAttention2, dtypes=(torch.float64,))
     monkeypatch.setattr(cuda_kernels, "aten", checked)
     for _ in range(40):

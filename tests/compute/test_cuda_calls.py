@@ -1,7 +1,7 @@
 """Calls of CUDA's operators as torch accepts them, on tensors that have sizes, strides and a device, but no numbers.
 
-The stand-ins of torch (FakeTensorMode) tell what an operator makes of its arguments. What a kernel needs beyond that is in
-tests.support.cuda_operators. That the kernels then compute what they should, a machine with a GPU tells: test_kernels.py.
+The stand-ins of torch (FakeTensorMode) show the shapes that an operator makes of its arguments. tests.support.cuda_operators
+checks the other demands of a kernel. Only a machine with a GPU shows that the kernels compute right: test_kernels.py.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""cuDNN's attention for CUDA: its calls as torch accepts them, and what the kernel makes of what they compute."""
+"""cuDNN's attention for CUDA: torch accepts its calls, and the kernel converts their results."""
 
 import pytest
 import torch

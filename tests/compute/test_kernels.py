@@ -138,7 +138,7 @@ def check(kernel, q, k, v, dout, shape, scale=None, between=lambda out, lse: (ou
         assert grad.dtype == x.dtype
 
     *want, want_lse = formula(torch.float64, *inputs, shape, scale)
-    # Nothing is more exact than float64: its error is that of float32, smaller by the ratio of their roundings.
+    # Nothing is more exact than float64: take the error of float32, smaller by the ratio of their roundings.
     lower = torch.float32 if dtype == torch.float64 else dtype
     *low, _ = formula(lower, *inputs, shape, scale)
     rounding = torch.finfo(dtype).eps
@@ -151,7 +151,7 @@ def check(kernel, q, k, v, dout, shape, scale=None, between=lambda out, lse: (ou
     for name, got, exact, size in zip(("out", "dq", "dk", "dv"), (out, *grads), want, scales, strict=True):
         difference = largest(got.detach().cpu().double() - exact)
         assert difference <= error * size, f"{kernel.name}, {dtype}: {name} is {difference} off, of {error * size}"
-    # CPU flash has an approximate exponential for 16 bits: 6e-5 off, a tenth of what the inputs are rounded by.
+    # CPU flash has an approximate exponential for 16 bits: 6e-5 off, a tenth of the rounding of the inputs.
     error = 2**-13 if dtype in HALVES else 16 * rounding * max(1.0, largest(want_lse))
     difference = largest(lse.cpu().double() - want_lse)
     assert difference <= error, f"{kernel.name}, {dtype}: lse is {difference} off, of {error}"
@@ -186,7 +186,7 @@ def backwards(x):
 @pytest.mark.parametrize("shape", ["full", "band"])
 @pytest.mark.parametrize(("kernel", "device", "dtypes"), [x for x in KERNELS if x.id != "cuda_flash"])
 def test_folds_are_rows_that_see_the_same_keys(kernel, device, dtypes, shape, generator):
-    """As heads of their own, the folds of each head are what they are as rows that follow each other."""
+    """Folds as separate heads give the results of folds as rows that follow each other."""
     folds, queries, keys = 3, 14, 30 if shape == "band" else 14
 
     def as_heads(x):

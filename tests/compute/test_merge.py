@@ -104,7 +104,7 @@ def test_the_error_of_parts_in_16_bits_does_not_grow(dtype, generator):
         exact, _ = by_logsumexp(parts)
         got, _ = merged([(out.to(dtype), lse.float()) for out, lse in parts], torch.float32)
         error = got.double() - exact
-        # 1 is the largest: rounding to nearest is half the spacing below 1, a quarter of eps. float32 adds its own.
+        # 1 is the largest: rounding to nearest is half the spacing below 1, a quarter of eps. float32 adds its rounding.
         assert error.abs().max() <= torch.finfo(dtype).eps / 4 + count * torch.finfo(torch.float32).eps
         errors[count] = float(error.square().mean().sqrt())
     # Roundings of different parts are independent, so that more of them even out.

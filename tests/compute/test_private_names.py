@@ -24,7 +24,7 @@ PRIVATE = re.compile("_[a-zA-Z]\\w*")
 
 
 class HarnessModel:
-    """The harness is not installed for the tests; its own class is compared where it is."""
+    """Stands in for the harness's class, which is compared where the harness is installed."""
 
     __version__ = "0.4.13"
     _loglikelihood_tokens = _model_call = _model_generate = None
@@ -41,7 +41,7 @@ class OptimizedModule(torch.nn.Module):
 
 
 def set_z3_leaf_module(model, flag):
-    """DeepSpeed is not installed for all tests; test_sliced_layers.py sees what its own function reads."""
+    """Stands in for DeepSpeed's function, which test_sliced_layers.py checks."""
     model._z3_leaf = flag
 
 
@@ -101,7 +101,7 @@ def names_used(tree):
 
 
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.rglob("*.py"))}
-#: What the package itself defines anywhere, which are no names of other libraries.
+#: Names that the package defines anywhere, and so does not take from other libraries.
 OWN = {name for tree in TREES.values() for name in own_names(tree)}
 #: Methods that Python documents, private by their look alone.
 DOCUMENTED = {"_replace", "_exit", "_asdict", "_fields", "_make"}

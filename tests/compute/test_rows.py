@@ -17,7 +17,7 @@ def tensor(rng, *shape, dtype=torch.float64):
 
 
 def view_case(rng, apart):
-    """ViewRows, and what they stand for: for each tile, (batch row, [(head, [row, ...]), ...]). `apart`: no overlap."""
+    """ViewRows and their rows written out: for each tile, (batch row, [(head, [row, ...]), ...]). `apart`: no overlap."""
     batch, heads, length, copies = rng.randint(1, 3), rng.randint(1, 3), rng.randint(1, 7), rng.randint(1, 4)
     advance = rng.randint(length if apart else 1, length + 2)
     while (copies - 1) * advance + length > N:

@@ -1,4 +1,4 @@
-"""Calibration measures what dense attention says, chooses within its budget, goes on after its end, and refuses bad input."""
+"""Calibration agrees with dense attention, chooses within its budget, resumes after it was stopped, and refuses bad input."""
 
 import json
 
@@ -150,7 +150,7 @@ def test_another_model_is_measured_anew(rng, tmp_path, passes):
         return len(passes) - before
 
     assert measured() == 2
-    ra.patch_model(model, "window:4+1")  # Patterns do not decide what is measured.
+    ra.patch_model(model, "window:4+1")  # The measurement does not depend on patterns.
     assert measured() == 0
     model.config.rms_norm_eps *= 2
     assert measured() == 2
@@ -177,7 +177,7 @@ def test_a_calibration_of_another_model_is_refused(rng):
 
 
 def test_a_folder_that_cannot_be_used_is_refused_on_all_ranks(rng, tmp_path):
-    """One that another run writes to, one that is no folder, and a damaged measurement."""
+    """Another run writes to it, it is a file, or a measurement in it is damaged."""
     texts, models = random_texts(rng), [model_of() for _ in range(2)]
 
     def refused(folder, message, own=ValueError):

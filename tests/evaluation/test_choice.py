@@ -78,7 +78,7 @@ def test_a_choice_of_what_groups_change_together_cannot_be_bettered_by_a_change(
         alone = choose(scores + squares_of(products) / 2, costs, budget, nothing_together(costs))
         assert harm(chosen) <= harm(alone) + np.ptp(scores + squares_of(products), axis=1).max()
         won += harm(chosen) < harm(alone) - 1e-9
-    assert won  # What is right for each group alone is not right for all of them.
+    assert won  # The best choice of each group by itself is not the best for all groups together.
 
 
 def test_changes_that_cancel_are_chosen_together():
@@ -102,7 +102,7 @@ def test_a_choice_by_scores_that_are_no_numbers_ends():
 
 @pytest.mark.parametrize("of", ["flops", "cache_reads"])
 def test_costs_are_the_pairs_of_the_definition(of, rng):
-    """Behind a text, a query is the last of its document; in segments the mean is that of all places in them."""
+    """Behind a text, a query is the last of its document; in segments, the cost is the mean over all places."""
     length = rng.randint(20, 60)
     lasts = [f"branches:sink=2,window=6,last={tokens}{counted}" for tokens in (1, 9) for counted in ("", "@count")]
     menu = [ra.Pattern.parse(one) for one in (*MENU, *lasts)]

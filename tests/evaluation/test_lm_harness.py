@@ -1,4 +1,4 @@
-"""The model "ring_dilated" of lm-evaluation-harness: the answers of its own `hf`, on one process and on rings of several."""
+"""The model "ring_dilated" of lm-evaluation-harness: it answers as the harness's `hf` does, also on rings."""
 
 import json
 from pathlib import Path
@@ -146,7 +146,7 @@ def test_the_command_writes_the_figures(alone):
     assert results["config"]["pattern"] == WINDOW
 
 
-#: What is asked of rings, and the name of what one process was asked.
+#: Arguments of runs on rings, by the name of the run on one process with the same answers.
 ON_RINGS = {
     "hf": {"batch_size": 2},
     WINDOW: {"batch_size": 1, "pattern": WINDOW, "logits_at_once": 3},
@@ -169,7 +169,7 @@ def test_rings_answer_as_one_process_does(folder, alone, processes, ring_size, n
     assert others == [[None] * len(names)] * (processes - 1)
     for (samples, _, config), name in zip(answers, names, strict=True):
         expected = alone[name][0]
-        if name == LAST:  # A ring prefills all but the last token of what is continued, and those are its last ones.
+        if name == LAST:  # A ring prefills a prompt without its last token, so generated texts see other keys.
             texts = [task for task in KINDS if numbers_and_texts(expected[task])[1]]
             samples = samples | {task: expected[task] for task in texts}
             assert 0 < len(texts) < len(KINDS)
@@ -178,7 +178,6 @@ def test_rings_answer_as_one_process_does(folder, alone, processes, ring_size, n
 
 
 def _refusals(rank, folder):
-    """What is wrong on a ring is refused."""
     from lm_eval.api.instance import Instance
 
     from hf_ring_attention.evaluation.lm_harness import RingLM

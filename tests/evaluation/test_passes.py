@@ -1,4 +1,4 @@
-"""A pass of a calibration measures what dense attention says, sharded too; and what a retrieval text is."""
+"""A pass of a calibration agrees with dense attention, sharded too; and the form of a retrieval text."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ OF_FLOAT32 = 2 * torch.finfo(torch.float32).eps
 
 
 class DenseOracle:
-    """Attention as matrices, whose outputs keep their gradients; under each pattern it can say what the output would be."""
+    """Attention as matrices. Outputs keep their gradients, and it can compute the output under each pattern."""
 
     def __init__(self):
         self.layers = {}
@@ -95,7 +95,7 @@ def test_a_pass_measures_what_dense_attention_says(make, world_size, rng, monkey
 
 
 def test_sums_of_long_texts_have_the_products_of_all_their_tokens(rng, monkeypatch):
-    """With signs drawn at random, the products of sums are those of tokens but for noise; ranks change nothing of it."""
+    """With random signs, products of sums equal the products of tokens but for noise, on any number of ranks."""
     [ids] = random_texts(rng, 1, 200)
     text, menu = plain_text(ids, 0), [ra.Pattern.parse(one) for one in MENU]
 

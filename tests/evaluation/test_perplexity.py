@@ -117,9 +117,7 @@ def test_what_a_tokenizer_returns_is_taken():
     assert right == pytest.approx(
         own(model, torch.tensor([[5, 6, 7, 8]])) + own(model, torch.tensor([[9, 10]])), rel=EXACT
     )
-    none = torch.zeros_like(
-        encoded["input_ids"]
-    )  # A processor returns the types of tokens, and what it may name of images.
+    none = torch.zeros_like(encoded["input_ids"])  # A processor also returns token types, and images if it has some.
     of_processor = {**encoded, "token_type_ids": none, "mm_token_type_ids": none.tolist(), "pixel_values": None}
     for batch in (encoded, dict(encoded), tokenizer(texts, padding=True), of_processor):
         assert ra.perplexity(model, batch).nll == right

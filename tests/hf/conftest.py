@@ -1,4 +1,4 @@
-"""Tests of models compute in float64; those of models with their neighbours show that they reach ring_dilated at all."""
+"""Tests of models compute in float64; tests beside other libraries show that models reach ring_dilated at all."""
 
 import pytest
 import torch

@@ -67,7 +67,7 @@ def test_packed_rows_equal_eager_where_its_chunks_begin_with_documents(changes):
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("kind", ["plain", "left", "right", "packed"])
 def test_a_ring_equals_one_device(kind, layout):
-    """Temperatures are those of places in the whole row, also where it is packed."""
+    """Temperatures follow the positions in the whole row, also in a packed row."""
     inputs, labels = packed(7, 9, 4) if kind == "packed" else batch(kind)
     expected = logits_and_gradients(ra.patch_model(llama4(**TUNED)), inputs, labels)
     for found in on_ranks(
@@ -180,7 +180,7 @@ def test_a_copied_mask_still_says_what_the_cache_has_dropped():
 
 @torch.no_grad()
 def test_packed_rows_with_temperatures_are_told(caplog):
-    """They are those of the row, so that a document is not computed as if it were alone."""
+    """They follow the positions in the row, so a packed document gets other logits than the same document by itself."""
     warn_once.cache_clear()
     inputs, _ = packed(7, 9, 4)
     for floor in (21, 12):

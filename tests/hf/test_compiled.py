@@ -79,7 +79,7 @@ def averaged(results):
 
 
 def in_windows():
-    """A model whose layers have windows of their own, and fewer heads of keys."""
+    """A model with sliding windows, and fewer heads of keys than of queries."""
     sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "sliding_window": 6}
     torch.manual_seed(0)

@@ -58,7 +58,7 @@ def test_a_saved_pattern_is_computed_by_the_model_that_is_loaded(saved, caplog):
     assert again.config._attn_implementation == "ring_dilated"
     assert again.state_dict().keys() == tiny_model("llama", "sdpa").state_dict().keys()
     assert torch.equal(logits(again, ids), logits(model, ids))
-    # What was loaded and saved without a forward pass in between is the same.
+    # The pattern survives loading and saving without a forward pass in between.
     AutoModelForCausalLM.from_pretrained(folder / "first").save_pretrained(folder / "second")
     third = AutoModelForCausalLM.from_pretrained(folder / "second").eval()
     assert torch.equal(logits(third, ids), logits(model, ids))
@@ -66,7 +66,7 @@ def test_a_saved_pattern_is_computed_by_the_model_that_is_loaded(saved, caplog):
 
 
 def test_a_model_is_saved_as_what_it_computes(saved):
-    """And not as what it computed once."""
+    """Its config follows the current implementation, not an earlier one."""
     model, folder = saved
     ids = tokens()
     for number, (implementation, key) in enumerate([("sdpa", None), ("ring_dilated", "ring_dilated"), ("eager", None)]):
@@ -150,7 +150,7 @@ def test_a_setting_that_is_not_understood_is_refused(settings, said, tmp_path):
         ra.patch_model(model)
     with pytest.raises(ValueError, match=said):
         ra.patch_config(model.config, PATTERN)
-    # It is refused when the model is made, whatever its implementation; JSON has no integer keys.
+    # It is refused when the model is made, whatever its implementation; JSON lacks integer keys.
     if settings not in ({"layers": {0: TEXT}}, {"layers": {0: OF_0_2}}):
         model.config.save_pretrained(tmp_path)
         for implementation in ("ring_dilated", "sdpa"):
@@ -227,7 +227,7 @@ show(sys.argv[2])
 
 
 def test_a_saved_model_in_another_program(tmp_path):
-    """Exact attention loads without the package, and a pattern does not; its config says what loads it."""
+    """Exact attention loads without the package, and a pattern does not; its config names the package that loads it."""
     models = {pattern: ra.patch_model(tiny_model("llama", "sdpa"), pattern) for pattern in ("window:4+2", "exact")}
     for number, model in enumerate(models.values()):
         model.save_pretrained(tmp_path / str(number))
@@ -277,7 +277,7 @@ def test_layers_whose_own_windows_were_replaced_are_no_ordinary_attention():
     config = tiny_model("gemma3_text", "sdpa").config
     windows = [number for number, kind in enumerate(config.layer_types) if kind == "sliding_attention"]
     exact = ra.patch_config(copy.deepcopy(config), "exact")
-    assert written_implementation(exact) is None, "its own windows stay"
+    assert written_implementation(exact) is None, "the model's windows stay"
     assert written_implementation(ra.patch_config(exact, "exact", layers=windows[:1])) == "ring_dilated"
     mistral = ra.patch_config(tiny_model("mistral", "sdpa", sliding_window=8).config, "exact", layers=[0])
     assert written_implementation(mistral) == "ring_dilated"
@@ -291,7 +291,7 @@ def test_layers_whose_own_windows_were_replaced_are_no_ordinary_attention():
 
 @pytest.fixture
 def warnings_of(caplog):
-    """Returns what a run logs; the warning comes once in a process."""
+    """Runs a model and returns its warnings, even those that come once in a process."""
 
     def run(model):
         caplog.clear()

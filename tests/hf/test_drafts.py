@@ -12,7 +12,7 @@ from tests.support.tolerance import EXACT, distance
 
 PATTERN = "pyramid:3,2,2,2"
 
-needs_drafts = pytest.mark.skipif(not hasattr(modeling_layers, "MtpModel"), reason="this Transformers has no use_mtp")
+needs_drafts = pytest.mark.skipif(not hasattr(modeling_layers, "MtpModel"), reason="this Transformers lacks use_mtp")
 
 
 def ids(length=12):
@@ -67,7 +67,7 @@ def test_drafts_change_no_token(model_type, pattern, monkeypatch):
 @needs_drafts
 @pytest.mark.parametrize("model_type", DRAFTING)
 def test_drafts_are_those_of_eager_attention(model_type, caplog):
-    """Patterns of the model's layers are not those of the layers that draft tokens, whose numbers also begin at 0."""
+    """Drafting layers are also numbered from 0, but the patterns of the model's layers do not apply to them."""
     eager, patched, by_layer, sparse = (tiny_model(model_type, "eager", **DRAFTING[model_type]) for _ in range(4))
     expected = drafted(eager)
     warn_once.cache_clear()
@@ -123,7 +123,7 @@ def test_a_layer_without_a_pattern_is_refused():
 
 @pytest.mark.skipif(not at_least("transformers", "5.23"), reason="this Transformers names its mixers otherwise")
 def test_patterns_by_layer_of_layers_without_numbers_are_refused():
-    """Those of zamba share one attention, which took the pattern of all layers."""
+    """The layers of zamba share one attention, which took the pattern of all layers."""
     model = ra.patch_model(tiny_model("zamba", "eager"))
     ra.patch_config(model.config, "window:3", layers=[1, 3])
     with pytest.raises(ValueError, match="ZambaAttention: expected one pattern for all layers, got patterns by layer"):

@@ -46,7 +46,7 @@ def minilm():
 
 
 def rows_of(model, kind):
-    """Inputs, and which tokens are no padding."""
+    """Inputs, and a mask of the tokens without the padding."""
     inputs, labels = batch(kind, first_position(runner_of(model)))
     return inputs, inputs.get("attention_mask", torch.ones_like(labels)).bool()
 
@@ -57,7 +57,7 @@ def states(output, valid):
 
 
 def expected_of(model, inputs, valid, kind):
-    """By eager attention; packed documents one by one, each pooled output that of the row's first document."""
+    """Results of eager attention, for packed documents one by one; the pooled output comes from the row's first document."""
     with torch.no_grad():
         if kind != "packed":
             return states(model(**inputs), valid)
@@ -106,7 +106,7 @@ def test_encoders_that_mix_tokens_outside_of_attention(model_type, reason):
 
 
 def test_a_sharded_model_that_never_attends():
-    """Nothing in the gate knows it: its shards would be rows of their own."""
+    """The gate of attention never sees it: its shards would be computed as separate rows."""
 
     def work(ring):
         model = ra.patch_model(tiny_encoder("bert"), ring=ring)

@@ -1,4 +1,4 @@
-"""Every line of the table of supported models, run again: equal to eager attention, or refused as it says."""
+"""Every line of the table of supported models, run again: equal to eager attention, or refused for the listed reason."""
 
 import re
 from pathlib import Path
@@ -22,9 +22,9 @@ KNOWN = {model.model_type: model for model in ra.supported_models()}
 @pytest.mark.drawn(12)
 @pytest.mark.parametrize("model_type", CAUSAL_TYPES)
 def test_a_type(model_type):
-    """`survey` fails where outputs or gradients are not those of eager attention.
+    """`survey` fails where outputs or gradients differ from eager attention.
 
-    In another release of Transformers than that of the table, a type may be refused that is supported in this one.
+    The table is made with one release of Transformers; another release may refuse a type that this release supports.
     """
     if model_type == "moshi" and not at_least("transformers", "5.18"):
         pytest.skip("without a mask, eager attention of this type is not causal in Transformers 5.17")
@@ -53,7 +53,7 @@ def test_reasons_name_the_class_and_what_works():
             assert model.model_class in model.reason and "ring=None" in model.reason, model
 
 
-#: Types that look their implementations up in tables of their own, and do not find this one.
+#: Types that look implementations up in a private table, which lacks "ring_dilated".
 OWN_TABLES = {"falcon", "git", "gpt_neo"}
 
 
@@ -62,7 +62,7 @@ OWN_TABLES = {"falcon", "git", "gpt_neo"}
 def test_refused_at_the_first_forward_pass_too(model_type):
     """Of a model that only named the implementation."""
     if model_type not in CAUSAL_TYPES:
-        pytest.skip(f"Transformers {transformers.__version__} has no causal model type {model_type}")
+        pytest.skip(f"Transformers {transformers.__version__} lacks the causal model type {model_type}")
     inputs, _ = batch("plain")
     if model_type in OWN_TABLES:
         with pytest.raises(KeyError, match="ring_dilated"):
@@ -74,7 +74,7 @@ def test_refused_at_the_first_forward_pass_too(model_type):
 
 
 def test_configs_of_other_kinds_of_layers():
-    """Of classes that Transformers does not know, by what their configs say."""
+    """The config decides, also for classes that Transformers does not know."""
 
     class Custom(PretrainedConfig):
         model_type = "custom"

@@ -1,7 +1,7 @@
 """Kernels of fla, mamba-ssm and causal-conv1d, where they are installed: stand-ins with their signatures and their limits.
 
-Transformers finds them by its own decorator in packages that are put in place here; each computes by the function of
-Transformers that it replaces, and counts its calls.
+The decorator of Transformers finds them in packages that are put in place here. Each calls the function of Transformers
+that it replaces, and counts its calls.
 """
 
 import inspect
@@ -92,7 +92,7 @@ class WithoutGradient(torch.autograd.Function):
 
 
 def checked(name, given):
-    """Refuses what the kernel would: layouts in memory, dtypes and shapes that it has no code for."""
+    """Refuses the layouts in memory, dtypes and shapes that the real kernel refuses."""
     if name == "causal_conv1d_fn":
         assert 1 in given["x"].stride()[1:] and 2 <= given["weight"].shape[1] <= 4 and given["weight"].dim() == 2
         assert given["activation"] in (None, "silu", "swish")
@@ -116,7 +116,7 @@ def stand_in(name, kernel, original, calls):
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
-        assert not given.pop("kwargs", None), "kernels take nothing but what they name"
+        assert not given.pop("kwargs", None), "kernels take named arguments only"
         calls.append(name)
         checked(name, given)
         assert "split" not in name or running().chain is None, "it joins several steps, between which states pass"

@@ -230,7 +230,7 @@ def test_sharded_keys(ranks, model_type, world_size, transport):
 
 
 def wrong_calls(rank):
-    """What calls say that a sharded cache cannot serve."""
+    """Checks the errors of calls that a sharded cache cannot serve."""
     ids, _ = prompt()
     model = ra.patch_model(tiny_model("llama", "eager"), ring=ra.Ring(layout="zigzag"))
     cache = ra.prefill(model, ids)
@@ -251,7 +251,7 @@ def test_wrong_calls_of_a_sharded_cache_are_refused_on_every_rank(ranks, world_s
 
 @pytest.mark.parametrize("model_type", ["gemma3n_text", "roberta", "whisper"])
 def test_sharded_keys_of_odd_types(model_type):
-    """Layers that take the keys of others; positions that begin behind the padding's; positions of its own."""
+    """Layers that take the keys of others; positions that begin behind the padding's; positions that the model makes."""
     ids, mask = prompt(padded=model_type == "roberta")
     whole = torch.cat([ids, ids[:, :4] + 1], 1)
     rows = torch.nn.functional.pad(mask, (0, 4), value=1)

@@ -29,7 +29,7 @@ ESM = {
     "mask_token_id": 4, "token_dropout": True, "position_embedding_type": "rotary", "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
-#: Models with an output that mixes the tokens of a row beside attention: what it takes, their class, config and output.
+#: Models with an output that mixes the tokens of a row beside attention: the tokens it takes, class, config and output.
 MIXING = {
     "the last token": (SiglipTextModel, SiglipTextConfig(**SIZES, projection_size=32), "pooler_output"),
     "the end-of-text token": (CLIPTextModel, CLIPTextConfig(**SIZES, eos_token_id=96), "pooler_output"),

@@ -34,7 +34,7 @@ ALL_TYPES = [name if name in KINDS else pytest.param(name, marks=pytest.mark.slo
 
 
 def errors_over_rings(models, kind, expected, world_size, **settings):
-    """Of each rank, those of logits and of gradients."""
+    """The errors of logits and of gradients on each rank."""
 
     def work(ring):
         return errors(over_ring(ra.patch_model(models[ring.rank], ring=ring), ring, *batch(kind)), expected)
@@ -208,7 +208,7 @@ def test_layers_that_recompute_find_their_documents(model_type):
 @pytest.mark.drawn
 @pytest.mark.parametrize("model_type", TYPES)
 def test_generation_goes_on_from_the_states(model_type):
-    """Padded rows together, and after a sharded prefill, twice, or of padding only: what each row generates alone."""
+    """Padded rows generate as each row does by itself: in one batch, after one or two sharded prefills, or behind padding."""
     ids, mask = batch("plain")[0]["input_ids"], batch("left")[0]["attention_mask"]
 
     def generate(model, ids, **kwargs):
@@ -239,7 +239,7 @@ def test_generation_goes_on_from_the_states(model_type):
             ra.prefill(patched, ids[:, :5], mask[:, :5])  # It would begin anew behind them.
         return
     assert torch.equal(generate(patched, ids, attention_mask=mask), expected)
-    if model_type != "minimax":  # Its own cache takes no chunks.
+    if model_type != "minimax":  # The cache of minimax takes no chunks.
         assert torch.equal(generate(patched, ids, attention_mask=mask, prefill_chunk_size=3), expected)
     for answers in on_ranks(work, lambda: tiny_model(model_type, "eager"), 2):
         assert all(torch.equal(answer, expected) for answer in answers)

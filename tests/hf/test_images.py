@@ -78,7 +78,7 @@ def seen(model_type, images=1):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("model_type", ["llava", "qwen2_vl"])
 def test_images(calls, model_type, implementation):
-    """The vision tower keeps its own attention, or computes exact attention, whatever the text's pattern."""
+    """The vision tower keeps its attention, or computes exact attention, whatever the text's pattern."""
     inputs, labels = seen(model_type)
     model = seeing(model_type, IMPLEMENTATIONS[implementation])
     expected = logits_and_gradients(seeing(model_type), inputs, labels)

@@ -1,4 +1,4 @@
-"""What masks say: padding, packing as collators describe it, windows, caches; and masks that are refused."""
+"""How masks are read: padding, packing as collators describe it, windows, caches; and masks that are refused."""
 
 import copy
 
@@ -87,7 +87,7 @@ def test_plain_masks():
     ],
 )
 def test_packed_as_the_collator_makes_it(model_type, how):
-    """Each document's logits are those of eager attention to it alone; its positions are counted if none are passed."""
+    """Each document gets the logits of eager attention to this document only; its positions are counted if none are passed."""
     skip_without(model_type)
     model, row = tiny_model(model_type, "ring_dilated"), ids()
     collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True, return_tensors="pt")
@@ -125,7 +125,7 @@ def test_padding_and_packing_leave_logits_alone():
 
 @pytest.mark.parametrize("pattern", ["exact", "pyramid:3,3", "longnet:4/1,12/2,all/4"])
 def test_padding_inside_a_row_leaves_its_tokens_alone(pattern):
-    """Logits and gradients of two rows with padding in two places are those of the rows without it."""
+    """Two rows with padding in two places get the logits and gradients of the rows without padding."""
     model, document, mask = ra.patch_model(tiny_model("llama", "eager"), pattern), ids(2), torch.ones(2, 28).long()
     mask[0, [0, 1, 5, 6, 7, 20, 26, 27]] = mask[1, 3:11] = 0
     row = torch.zeros_like(mask).masked_scatter(mask.bool(), document)

@@ -99,7 +99,7 @@ def test_half_precision(how, dtype):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_inference_mode(ranks):
-    """Also first: what was planned in it serves training later, in which inference tensors cannot be saved."""
+    """Also before training, which uses its plans again and cannot save inference tensors."""
     ids = torch.randint(3, VOCAB, (3, 23))  # rows of no other test, so nothing has been planned for them
     mask = torch.ones_like(ids)
     mask[1, :5] = mask[2, -9:] = 0

@@ -1,4 +1,4 @@
-"""Losses and logits of models with a forward of the user's own are those of stock, and logits are formed when they are used."""
+"""A user's own forward gets the losses and logits of the stock model, and logits are formed when they are used."""
 
 import contextlib
 import copy
@@ -142,7 +142,7 @@ def own_function(model, hidden, labels, items):
 
 
 class _Reversed(torch.autograd.Function):
-    """Returns what it gets, and changes gradients."""
+    """Returns its input, and changes gradients."""
 
     @staticmethod
     def forward(ctx, x):
@@ -274,7 +274,7 @@ def over_rings(make, inputs, check):
 @in_float64
 @pytest.mark.parametrize("loss_of", FORWARDS, ids=lambda x: x.__name__)
 def test_a_forward_of_the_users_own(loss_of, caplog):
-    """Loss and all gradients are those of stock, and logits of whole rows are formed where they are used."""
+    """Loss and all gradients equal the stock model's, and logits of whole rows are formed where they are used."""
     warn_once.cache_clear()
     expected = step(own_model(loss_of), tokens())
     assert expected[2] and float(expected[0]) > 1
@@ -283,7 +283,7 @@ def test_a_forward_of_the_users_own(loss_of, caplog):
 
 
 def hook_of_head(model, hidden, labels, items):
-    """Hooks that change what the output layer takes and makes do so once."""
+    """Hooks that change the output layer's input and output run once."""
     handles = [
         model.lm_head.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
         model.lm_head.register_forward_hook(lambda module, args, output: output / 3),
@@ -296,7 +296,7 @@ def hook_of_head(model, hidden, labels, items):
 
 
 def hooks_of_tensors(model, hidden, labels, items):
-    """They see the gradient of all uses, also those of functions that torch does not announce."""
+    """They see the gradient of all uses, also by functions that torch does not announce."""
     hidden.register_hook(lambda grad: 2 * grad)
     logits = model.lm_head(hidden)
     shifted = logits[:, 1:]
@@ -425,7 +425,7 @@ def kept_for_backward(model, hidden, labels, items):
 
 
 def written_behind_the_logits(model, hidden, labels, items):
-    """Logits stay as they were, and what follows sees what was written."""
+    """Logits keep their values, and later operations see the written values."""
     view = hidden[:, 2:]
     with torch.no_grad():
         logits = model.lm_head(hidden)
@@ -635,7 +635,7 @@ CONFIGS = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_scales_and_caps_in_any_dtype(name, dtype):
-    """Slices apply what the model applies, and lose no more than stock does."""
+    """Slices apply the model's scales and caps, and round no more than the stock model does."""
 
     def make(kind=dtype):
         with torch.random.fork_rng(devices=[]):

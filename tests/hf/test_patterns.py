@@ -1,4 +1,4 @@
-"""Layers compute what their patterns say, on the CPU and on CUDA; also if heads differ, or last queries see every key."""
+"""Layers compute their patterns, on the CPU and on CUDA; also if heads differ, or last queries see every key."""
 
 import pytest
 import torch
@@ -139,7 +139,7 @@ def test_a_question_behind_a_sharded_document_sees_all_of_it():
 
 @pytest.mark.parametrize(("chunk", "cache"), [(1, None), (LAST, "static"), (19, None)])
 def test_a_prompt_in_pieces_is_refused(chunk, cache):
-    """The last queries of a piece would see every key, and those of the prompt were computed before its end is known."""
+    """Each piece's last queries would see every key, and the prompt's were computed before its end is known."""
     row, options = drawn_ids(20), {} if cache is None else {"cache_implementation": cache}
     said = "shows every key to a document's last queries, and prefill_chunk_size cuts the prompt before them: leave it out, or"
     with pytest.raises(ValueError, match=said):
@@ -232,7 +232,7 @@ def test_a_model_on_cuda_computes_what_it_does_on_the_cpu(padding, pattern):
 
 
 def test_patch_config_replaces_what_was_set():
-    """A pattern of layers leaves those of others, and one for all layers leaves none."""
+    """Patterns of some layers leave the patterns of the others; a pattern for all layers replaces them all."""
     config = ra.patch_config(tiny_config("llama"), LONGNET)
     ra.patch_config(config, LONGNET, layers=[0])
     ra.patch_config(config, PYRAMID, layers=[1])

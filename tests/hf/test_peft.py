@@ -88,7 +88,7 @@ WARNING = "was trained under the pattern window:4+2, and its model computes "
 
 
 def save_adapter(order, folder, config=None, pattern="window:4+2"):
-    """Saves an adapter of a model with a pattern; returns the model with it, and what is saved with the adapter."""
+    """Saves an adapter of a model with a pattern; returns the model with it, and the settings saved with the adapter."""
     config = config or LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     if order == "patched, then wrapped":
         model = get_peft_model(ra.patch_model(llama(), pattern), config)
@@ -121,7 +121,7 @@ def test_an_adapter_brings_its_pattern_back(order, tmp_path, caplog):
     ]
     assert distance(logits_of(loaded, *rows), expected) > 1e-2, "the pattern leaves nothing out"
     assert distance(logits_of(ra.patch_model(loaded), *rows), expected) <= LOGITS
-    # What was loaded is saved with the pattern too, whether the model computes it or not.
+    # A loaded adapter is saved with its pattern again, whether the model computes the pattern or not.
     for number, model in enumerate((loaded, PeftModel.from_pretrained(llama("sdpa"), tmp_path))):
         model.save_pretrained(tmp_path / str(number))
         again = PeftModel.from_pretrained(llama("sdpa"), tmp_path / str(number)).eval()

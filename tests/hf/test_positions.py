@@ -41,7 +41,7 @@ def logits(model, row, **inputs):
 @pytest.mark.parametrize("patched", IMPLEMENTATIONS)
 @pytest.mark.parametrize("model_type", ["llama", "gpt_oss"])
 def test_a_gap_or_a_repeat_means_what_it_means_to_eager(model_type, patched, numbered, masked):
-    """Transformers itself cuts there where a llama has no mask, and nowhere else."""
+    """Transformers itself cuts there only if a llama gets no mask."""
     row, inputs = ids(), {"position_ids": torch.tensor([NUMBERED[numbered]])}
     if masked:
         inputs["attention_mask"] = torch.ones(1, TOKENS, dtype=torch.int64)
@@ -80,7 +80,7 @@ def test_a_gap_or_a_repeat_on_a_ring(numbered):
 
 
 def test_sound_between_frames_begins_no_document():
-    """Its positions go back to those of the frames before it, in time, height and width."""
+    """Its positions go back to the frames before it, in time, height and width."""
     times = torch.tensor([0, 1, 2, 2, 27, 27, *range(2, 27), 0, 1])
     rows = torch.stack([times, times + (times == 27), times]).expand(2, 3, -1).movedim(0, 1)
 
@@ -96,7 +96,7 @@ def test_sound_between_frames_begins_no_document():
 
 
 DOCUMENTS = ((0, 10), (10, 11), (11, 24))
-#: How collators tell documents without positions.
+#: How collators mark documents without positions.
 TOLD = {
     "seq_idx": {"seq_idx": torch.tensor([[0] * 10 + [1] + [2] * 13])},
     "cu_seq_lens": {"cu_seq_lens_q": torch.tensor([0, 10, 11, 24])},
@@ -164,7 +164,7 @@ def test_models_that_make_masks_around_their_text_model(model_type):
         found = logits(model, row, position_ids=positions, **inputs)
         for start, stop in DOCUMENTS:
             assert distance(found[:, start:stop], logits(model, row[:, start:stop])) <= EXACT
-    # Padding whose positions go down is no document.
+    # Padding does not become a document because its positions go down.
     mask = torch.ones_like(row)
     mask[:, 20:] = 0
     padded = {"attention_mask": mask, "position_ids": torch.arange(TOKENS)[None].masked_fill(mask == 0, 1)}

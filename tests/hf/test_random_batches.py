@@ -11,12 +11,12 @@ from ..support.random_cases import SUPPORTED, WITHOUT_SHIFT, draw_case
 from ..support.releases import skip_without
 from ..support.tiny_models import tiny_config
 
-pytestmark = pytest.mark.own_dtypes  # float64 where a case says so
+pytestmark = pytest.mark.own_dtypes  # float64 only in the cases that ask for it
 
 CASES = 10
 
 
-# Reentrant checkpointing says so of logits that are computed without gradients, beside a sliced loss that has them.
+# Reentrant checkpointing warns of logits that are computed without gradients, beside a sliced loss with gradients.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
 def test_random_cases_are_those_of_eager_attention(rng):
     report = run_many(rng.randrange(10**6), ["models"], cases=CASES)

@@ -1,4 +1,4 @@
-"""What "ring_dilated" does not compute is refused before it computes something else; the message says what and what to do."""
+"""Models and calls that "ring_dilated" refuses, before it would compute wrong results; the message names the remedy."""
 
 import importlib
 import sys
@@ -64,7 +64,7 @@ def test_padding_inside_a_row_where_a_window_would_count_it():
 
 
 def test_arguments_that_a_later_transformers_could_pass():
-    """A mask function and a layer refuse what they do not know, but not the entries of a user's batch."""
+    """A mask function and a layer refuse unknown arguments, but not the entries of a user's batch."""
     model = make("llama")
     with pytest.raises(NotImplementedError, match=r"does not know the mask argument block_ids: use 'eager'"):
         ring_dilated_mask(2, 10, 10, config=model.config, block_ids=torch.zeros(2, 10))
@@ -140,7 +140,7 @@ TRACED = {
 
 
 def said(rank, traced):
-    """What tracing says, in a process of its own: torch leaves its modes behind where tracing fails."""
+    """Returns the error of tracing. It runs in a fresh process, as torch leaves its modes behind where tracing fails."""
     warnings.simplefilter("ignore")
     with pytest.raises((NotImplementedError, RuntimeError)) as error:
         TRACED[traced](torch.randint(3, VOCAB, (2, 20)))
@@ -156,7 +156,7 @@ def test_tracing_is_refused_by_name(traced):
         assert text.startswith("NotImplementedError: torch.export or torch.jit.trace was asked for")
 
 
-# ---- classes of one's own
+# ---- classes that users write
 
 BESIDE_ATTENTION = """
 from torch import nn

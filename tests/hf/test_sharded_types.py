@@ -18,7 +18,7 @@ from ..support.tolerance import EXACT
 from .test_generation import generate, same
 
 ROPE = {"rope_theta": 1e4, "factor": 4.0}
-#: What each shows beside grouped heads, full causal attention and plain RoPE.
+#: Each type adds a feature to grouped heads, full causal attention and plain RoPE.
 CASES = {
     "llama": {},
     "llama, dynamic RoPE": {"max_position_embeddings": 8, "rope_parameters": {**ROPE, "rope_type": "dynamic"}},
@@ -42,13 +42,13 @@ CASES = {
         "layer_types": ["full_attention", "sliding_attention"],
     },
     "qwen3": {},  # norms of queries and keys
-    "gemma2": {},  # softcap, windows in turn, a scale of its own
+    "gemma2": {},  # softcap, windows in turn, scaled scores
     "gemma3_text": {},  # RoPE by kind of layer
     "gemma4_text": {},  # head sizes by kind of layer
     "cohere2": {},  # parallel layers, windows, layers without RoPE
     "gpt_oss": {},  # sinks with logits, windows in turn
     "deepseek_v2": {},  # latent attention: values narrower than keys
-    "granite": {},  # a scale of its own
+    "granite": {},  # scaled scores
     "smollm3": {},  # layers without RoPE
     "stablelm": {},  # RoPE of a part of each head
     "gpt_bigcode": {},  # absolute positions, one key/value head
@@ -58,7 +58,7 @@ CASES = {
     "roberta": {},  # positions that begin behind the padding's
 }
 LAYOUTS = ("contiguous", "zigzag")
-#: What `Ring` is told; the last one has rings of two groups that exchange heads.
+#: Arguments of `Ring`; the last entry makes rings of two groups that exchange heads.
 TRANSPORTS = {
     "ring": lambda world_size: {"transport": "ring"},
     "collective": lambda world_size: {"transport": "collective"},
@@ -119,7 +119,7 @@ def test_results_of_one_device(ranks, name, world_size):
 @pytest.mark.drawn
 @pytest.mark.parametrize("name", CASES)
 def test_generated_tokens_of_one_device(name):
-    """Steps after a prefill on 4 ranks; one device fills its cache likewise, which tells where RoPE goes by length.
+    """Steps after a prefill on 4 ranks; one device fills its cache likewise, which matters where RoPE goes by length.
 
     Types take turns: by heads alone, and in rings of groups that exchange heads.
     """

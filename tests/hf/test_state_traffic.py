@@ -61,7 +61,7 @@ def added(parts):
 
 
 def rows(length):
-    """Two rows of one document, and one of three, whose positions tell them."""
+    """Two rows of one document, and a row of three documents, marked by their positions."""
     ids = torch.randint(3, VOCAB, (2, length), generator=torch.Generator().manual_seed(length))
     whole = torch.arange(length)[None].expand(2, -1)
     cuts = (length // 3, length // 3 + 1, length - 2 * (length // 3) - 1)
@@ -72,7 +72,7 @@ def rows(length):
 
 
 def logits_of_a_part(model, ids, positions):
-    """Those of this rank's tokens, so that nothing is joined behind the decoder."""
+    """The logits of this rank's tokens, so that nothing is joined behind the decoder."""
     with running_with(on_use=True):
         values = values_of(model(ids, position_ids=positions, use_cache=False).logits)
     return values.of_states(values.part)
@@ -169,7 +169,7 @@ def test_the_peak_of_a_step_goes_down_with_the_ranks(model_type):
 
 
 def scan_of_a_kernel(x, dt, A, B, C, *, z, delta_bias, delta_softplus, return_last_state):
-    """Keeps nothing but its inputs, as a kernel does; what it returns has the shapes and the gradients of a scan."""
+    """Keeps only its inputs, as a kernel does; its results have the shapes and gradients of a scan."""
     return x * dt + C.sum(1, keepdim=True), (x * dt).sum(-1, keepdim=True) * A * B.sum(-1)[:, None]
 
 
@@ -188,7 +188,7 @@ def read_of_a_selective_scan(ring, tokens, channels, entries):
 
 
 def test_the_entries_of_a_state_are_not_read_by_all_tokens_at_once(monkeypatch):
-    """They would be 16 times as many as those of x."""
+    """There would be 16 times as many entries as in x."""
 
     def work(ring):
         return read_of_a_selective_scan(ring, 8192, 8, 16)

@@ -1,6 +1,6 @@
 """Models whose heads tensor parallelism divides: every pattern is what one process computes, alone and beside a ring.
 
-torch keeps meshes whose process groups are gone, so each test has processes of its own.
+torch keeps meshes whose process groups are gone, so each test starts fresh processes.
 """
 
 from functools import partial
@@ -66,7 +66,7 @@ def weights_of(logits):
 
 
 def gradients(model):
-    """Those of whole parameters."""
+    """The gradients of whole parameters."""
     found = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
     return {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in found.items()}
 

@@ -75,7 +75,7 @@ def results(model, call):
 
 
 def check_over_ring(make, call, world_size=3, valid=None, bound=EXACT, **settings):
-    """Compares all tensors of a call, and the mean of the ranks' gradients, with those of one device."""
+    """Compares all tensors of a call, and the mean of the ranks' gradients, with the results of one device."""
     expected, gradients = results(make(None), call)
 
     def work(ring, model):
@@ -181,7 +181,7 @@ def test_short_rows(length):
     ["mistral", "gemma2", "gemma3_text", "gpt_oss", "llama4_text", "cohere2", "granite", "deepseek_v3", "bert"],
 )
 def test_other_causal_models(model_type):
-    """Windows, chunks, softcaps, sinks with logits, scaled logits, values narrower than keys, a head with layers of its own."""
+    """Windows, chunks, softcaps, sinks with logits, scaled logits, values narrower than keys, a head of several layers."""
     inputs, mask = rows("right")
     labels = inputs["input_ids"].masked_fill(mask == 0, -100)
     check_over_ring(
@@ -196,7 +196,7 @@ def test_other_causal_models(model_type):
 
 #: The classes of models, their types, changes of their configs, and the arguments of a call by its ids and mask.
 HEADS = {
-    # Decoders classify by the last token that is no padding, and encoders by the first one.
+    # Decoders classify by the last token before the padding, and encoders by the first token.
     "sequences": (
         AutoModelForSequenceClassification, ("llama", "bert"), {}, lambda ids, mask: {"labels": torch.tensor([0, 1])},
     ),
@@ -258,7 +258,7 @@ FIRST = "BertForSequenceClassification got rows that begin with padding"
     ],
 )
 def test_heads_that_read_padding_are_named(caplog, auto, model_type, kind, warning):
-    """Padding has no output of attention, so their results are not those of eager attention; all others are."""
+    """Attention gives no output for padding, so their results differ from eager attention; all other results are equal."""
     inputs, mask = rows(kind)
     inputs["input_ids"] = inputs["input_ids"].masked_fill(mask == 0, 0)
     labels = {"labels": torch.tensor([0, 1])}
@@ -364,7 +364,7 @@ SLIPS = (
     {"input_ids": torch.zeros(0, TOKENS, dtype=torch.long)},
     {"input_ids": None},
 )
-#: What one rank does differently, and what all of them are told.
+#: The change that one rank makes, and the error on all ranks.
 CHANGES = {
     **{
         f"slip {number}": (lambda model, inputs, slip=slip: inputs.update(slip), "must be|must rise|cuts rows of tokens")
@@ -411,7 +411,7 @@ def test_a_pass_that_differs_on_one_rank_ends_on_all_and_the_next_is_right(name)
 
 
 def test_a_rank_that_does_not_call():
-    """It makes another call, or ends: every rank is told which."""
+    """It makes another call, or ends: the error on every rank names which."""
     inputs, _ = rows("plain")
 
     def another_call(ring, model):
@@ -444,7 +444,7 @@ def test_rows_that_change_before_the_decoder_are_refused_by_name():
     on_ranks(work, lambda: model_of(AutoModelForCausalLM, "llama"))
 
 
-# ---- what is exchanged
+# ---- bytes on the ring
 
 
 def moved(ring, call):

@@ -13,7 +13,7 @@ rngs = st.randoms(use_true_random=False)
 
 
 def drawn(make):
-    """The strategy of what a function makes of random numbers."""
+    """The strategy of a function's results from random numbers."""
     return st.builds(make, rngs)
 
 

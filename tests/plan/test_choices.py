@@ -1,4 +1,4 @@
-"""Choices and their reasons: the layout by balance, the transport by what a rank needs of others."""
+"""Choices and their reasons: the layout by balance, the transport by the rows that a rank needs of others."""
 
 import re
 from dataclasses import replace

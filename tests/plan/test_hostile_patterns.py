@@ -13,7 +13,7 @@ from hf_ring_attention.plan.patterns import Pattern
 #: Tokens are counted with 64 bits.
 LARGEST = 2**63 - 1
 LONG = "1" * 5000
-#: Texts, and what their errors say.
+#: Texts, and parts of their errors.
 TEXTS = {
     "pyramid:8,40000": "levels must be at most 63, got 40000",
     "pyramid:8,63,9000000000000000000": r"window \* ratio \*\* \(levels - 1\) must be at most \d+, got a number of 39\d\d bits",

@@ -92,7 +92,7 @@ def test_padding_and_copies_are_weighed_against_a_call(rng):
 
 
 def test_fresh_tiles_share_no_query_row(rng):
-    """Those of one branch, without rectangles that may lie beside triangles."""
+    """Fresh tiles of the same branch, without the rectangles that may lie beside triangles."""
     found = 0
     for _ in range(100):
         case = random_case(rng, max_len=60)

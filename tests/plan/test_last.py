@@ -1,4 +1,4 @@
-"""Patterns whose last queries see every key: their parts, their work, what depends on the length, and what is refused."""
+"""Patterns whose last queries see every key: their parts, work, dependence on the length, and refusals."""
 
 import itertools
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Texts of patterns: what is written is read back, whatever the pattern; what cannot be read is said."""
+"""Texts of patterns: any pattern is read back from its text, and errors name the part that cannot be read."""
 
 import json
 

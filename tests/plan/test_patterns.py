@@ -1,4 +1,4 @@
-"""Patterns: what is refused and how, the table of the definition written again, JSON, and the presets."""
+"""Patterns: refusals, the table of the definition written again, JSON, and the presets."""
 
 import dataclasses
 import itertools
@@ -13,7 +13,7 @@ from hf_ring_attention.plan.branches import Last, Segment, Sink, Window
 from hf_ring_attention.plan.patterns import Pattern, warn_of_version_0_2
 from tests.support.cases import random_pattern
 
-# The table of the definition, from the fields alone: what a branch shows, and how often a key counts.
+# The table of the definition, from the fields only: the keys that a branch shows, and how often a key counts.
 
 
 def shown(branch, query, key, phase, length):

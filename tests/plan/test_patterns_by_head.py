@@ -1,4 +1,4 @@
-"""Patterns that differ by key/value head: their definition, texts and dicts, work, and what is refused."""
+"""Patterns that differ by key/value head: their definition, texts and dicts, work, and refusals."""
 
 import pytest
 

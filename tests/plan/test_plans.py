@@ -1,4 +1,4 @@
-"""Plans of all ranks together cover every query-key pair as often as the definition says, in few batches and quickly."""
+"""Plans of all ranks together cover every query-key pair as often as the definition does, in few batches and quickly."""
 
 import itertools
 import time

@@ -88,7 +88,7 @@ def check_needs(problem):
 
 
 def check_arrivals(problem):
-    """Ranks hold what they pass on, and what they need comes to them once."""
+    """Ranks hold the rows that they pass on, and get each row that they need once."""
     layout, p = problem.layout, problem.layout.world_size
     arrivals = Counter()
     for lap in ring_laps(problem):
@@ -152,7 +152,7 @@ def check_rounds(problem):
         found = (distances_of_readers(problem, source, direction, reach) for source in range(p))
         return sum(distances[-1] for readers in found for distances in readers.values())
 
-    # Both ways where much less moves so; where nothing does, there are none.
+    # Rows go both ways where this moves much less, and stay where no rank needs them.
     one_way, both_ways = hops(1, p - 1), hops(1, p // 2) + hops(-1, (p - 1) // 2)
     assert (-1 in reach_of(problem)) == (p > 2 and 0 < both_ways <= RingSettings().both_ways_below * one_way), problem
 
@@ -181,7 +181,7 @@ def check_tiles(problem):
 
 
 def check_traffic(problem):
-    """Bytes are those of every row on every link it crosses."""
+    """Bytes add up over every row and every link that it crosses."""
     p, needs = problem.layout.world_size, needs_of(problem)
     sent, received, grads_sent, grads_received = Counter(), Counter(), Counter(), Counter()
     for (direction, reach), source in itertools.product(reach_of(problem).items(), range(p)):

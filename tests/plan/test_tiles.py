@@ -1,4 +1,4 @@
-"""The tiles of a document cover each (head, query, key) as often as the definition says: by exhaustion."""
+"""The tiles of a document cover each (head, query, key) as often as the definition does: by exhaustion."""
 
 import itertools
 from collections import Counter
@@ -62,7 +62,7 @@ def points(runs):
 
 
 def check(pattern, length, queries, keys, num_heads, num_kv_heads, causal, where="a whole document"):
-    """The tiles of runs of queries and of keys are those of the definition."""
+    """The tiles of runs of queries and of keys cover the pairs of the definition."""
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
     found = tile_document(branches_of(pattern, **heads, causal=causal), length, queries, keys)
     want = expected(pattern, length, points(queries), points(keys), **heads, causal=causal)

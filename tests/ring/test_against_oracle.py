@@ -16,8 +16,8 @@ from tests.support.cases import EXACT_ATTENTION, TRANSPORTS, check_cases, random
 from tests.support.ranks import run_simulated
 
 DTYPES = (torch.float64, torch.float32)
-#: Where kernels sum in another order than the CPU's, and those of bfloat16, which keeps 8 bits, round the weights of
-#: values too.
+#: CUDA's kernels sum in another order than the CPU's. Kernels for bfloat16, which keeps 8 bits, round the weights of values
+#: too.
 ON_CUDA = {torch.float64: EXACT_ATTENTION, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 LAYOUTS = ("contiguous", "zigzag", "documents")
 #: A transport, and whether in as many head groups as there can be.
@@ -103,7 +103,7 @@ BFLOAT16_TOKENS = 256
 
 
 def root_mean_square_errors(pattern, tensors, want, world_size, transport):
-    """Of out, dq, dk and dv in bfloat16 against those of the oracle."""
+    """Errors of out, dq, dk and dv in bfloat16 against the oracle."""
     q, k, v, dout = tensors
 
     def attention(ring):
@@ -125,10 +125,10 @@ def root_mean_square_errors(pattern, tensors, want, world_size, transport):
 
 @pytest.mark.parametrize("name", BFLOAT16_PATTERNS)
 def test_bfloat16(name):
-    """A ring of many ranks is no less exact than one device, and no less so with more ranks.
+    """A ring is as exact as one device, and more ranks do not make it less exact.
 
-    By root mean square errors: over some 10,000 numbers they hardly depend on the seed, where the largest error is that
-    of a single rounding and may double by chance.
+    The measure is the root mean square error: over some 10,000 numbers it hardly depends on the seed. The largest error
+    comes from a single rounding and may double by chance.
     """
     pattern = BFLOAT16_PATTERNS[name]
     q, k, v, dout = (

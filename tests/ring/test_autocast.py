@@ -1,4 +1,4 @@
-"""Inside autocast, attention and the states that ranks pass are what they are outside of it, to the last bit."""
+"""Autocast changes no bit of attention and of the states that ranks pass."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -117,7 +117,7 @@ def chain():
 
 
 def delta_rule(draw):
-    """The mixer's own function is a constant here: what is compared is what is done to its results."""
+    """The mixer's function is a constant here: the test compares the steps after it."""
     out, final = draw(2, 4, 2, 6 + 8), draw(2, 2, 8, 6 + 8)
     key, value, g = draw(2, 4, 2, 8), draw(2, 4, 2, 6), draw(2, 4, 2)
     return states._delta_rule(lambda *_, **__: (out, final), chain(), key, key, value, g=g, beta=g)

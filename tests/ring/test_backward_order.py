@@ -1,4 +1,4 @@
-"""Backward passes meet those of the same call on other ranks, or every rank says that they do not."""
+"""Backward passes of a call meet across ranks, or every rank raises an error."""
 
 import torch
 
@@ -26,7 +26,7 @@ def in_another_order(ring):
     first, second = call(ring, 0), call(ring, 1)
     mixed = [first, second] if ring.rank == 0 else [second, first]
     error = said(lambda: [out.sum().backward() for _, out in mixed])
-    # In any order that all ranks share, each gets its own gradient.
+    # In any order that all ranks share, each call gets the right gradient.
     found = []
     for order in ((0, 1), (1, 0)):
         calls = [call(ring, 0), call(ring, 1)]
@@ -67,7 +67,7 @@ def unsharding(ring):
     errors["shape"] = said(lambda: ring.unshard(torch.zeros(1, 4, 3 + ring.rank), layout))
     errors["one rank"] = said(lambda: ring.unshard(torch.zeros(1, 4 + ring.rank, 3), layout))
     errors["another call"] = said((lambda: call(ring, 0)) if ring.rank else lambda: ring.unshard(states[0], layout))
-    # A gather beside another call would take its messages for its own.
+    # A gather would take the messages of another call at the same time.
     errors["gather"] = said((lambda: call(ring, 0)) if ring.rank else lambda: ring.gather(torch.zeros(2)))
     errors["gathered"] = said(lambda: ring.gather(torch.zeros(2 + ring.rank)))
     whole = ring.unshard(states[0].detach().requires_grad_(), layout)

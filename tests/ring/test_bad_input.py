@@ -1,4 +1,4 @@
-"""Wrong arguments are ValueErrors that name what is wrong and the values; on a ring, on every rank and at once."""
+"""Wrong arguments raise ValueErrors that name the argument and its value; on a ring, on every rank and at once."""
 
 import re
 import time

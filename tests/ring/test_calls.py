@@ -19,7 +19,7 @@ HEADS, KV_HEADS, WIDTH = 4, 2, 8
 
 
 class Call:
-    """A call on whole sequences made from a seed: this rank's part of it, and of what the oracle says."""
+    """A call on whole sequences made from a seed: this rank's part of the inputs and of the oracle's results."""
 
     def __init__(self, ring, seed, seq_len):
         self.ring, self.layout = ring, ring.layout_for(seq_len, PATTERN)

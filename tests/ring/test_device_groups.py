@@ -1,4 +1,4 @@
-"""Groups whose backend serves a device alone, as "nccl" does: ranks compare their calls beside it, over gloo of their own."""
+"""Groups whose backend serves devices only, as "nccl" does: ranks compare their calls over a gloo group beside it."""
 
 import random
 import re

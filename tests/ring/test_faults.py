@@ -8,7 +8,7 @@
 | agreement | the exchange | sizes are known, and the objects are not | the next one |
 
 `make test` draws a kind and a moment for each phase, so that every kind and every moment comes; `make test-slow` has all 54.
-What a stalled rank's launcher does once the others have ended, which is to kill it, the tests do.
+The tests kill a stalled rank once the others have ended, as a launcher does.
 
 Other faults have tests beside: ranks that make calls in another order (test_backward_order.py, test_bad_input.py), ranks
 that die while a Trainer trains (tests/training/test_failures.py) or a job is checked (tests/cli/test_check.py), saves
@@ -25,7 +25,7 @@ import pytest
 
 from tests.support.faults import KINDS, MOMENTS, OWN_ERROR, PHASES, WORLD_SIZE, Fault, outcome_of
 
-#: What the errors of the others say that they were doing: one of them, or of what follows.
+#: The step that the errors of the other ranks name: the step of the fault, or a later step.
 DOING = {
     "set-up": "",  # words of torch.distributed
     "forward hop": "comparing|ring attention, (forward|backward) pass, step",
@@ -49,7 +49,7 @@ def lost(error):
 
 
 def check(fault, folder):
-    """Runs the ranks with a fault, and says what is wrong of what becomes of them."""
+    """Runs the ranks with a fault, and checks how they end."""
     outcome = outcome_of(fault, folder)
     told = f"{fault}: {outcome}"
     others = [rank for rank in range(WORLD_SIZE) if rank != fault.rank]
@@ -66,8 +66,8 @@ def check(fault, folder):
             assert f"process {rank} of {WORLD_SIZE} was not joined by all others" in error, told
             assert "look in each output for a process that ended, and start all again" in error, told
             continue
-        # Another one may still wait while this one says who does not answer; and when process 0, whose end takes the store
-        # with it, did not wait for this one, its end is all that this one knows.
+        # Another process may still wait while this process names the silent one. Process 0 takes the store with it: if it
+        # ends first, this process only sees that.
         assert fault.rank in lost(error) or (lost(error) == [0] and fault.rank in lost(outcome.errors[0])), told
         assert f"process {rank} ends too; start again from the last checkpoint" in error, told
         assert re.search(DOING[fault.phase], error), told

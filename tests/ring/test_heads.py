@@ -39,7 +39,7 @@ def named_case(rng, pattern, rows, heads, kv_heads):
         "packed": [[(0, first), (first, second), (second, seq_len)], [(0, second), (second, seq_len)]],
         "padded": [[(first, seq_len)], [(0, second)]],
     }
-    # The number of a head, among all heads, says which keys its dilated branches keep.
+    # The number of a head, among all heads, decides which keys its dilated branches keep.
     count = ra.Pattern((ra.Window(5), ra.Segment(16, 4), ra.Sink(2)), "count", "query_head")
     return replace(
         random_case(rng),
@@ -126,7 +126,7 @@ def test_heads_that_do_not_divide_are_refused_on_every_rank(heads, kv_heads, wor
     call = {"seq_len": 64, "world_size": world_size, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": 8}
     with pytest.raises(ValueError, match=said):
         ra.explain("exact", **call, transport="heads", heads=groups_of)
-    if groups_of is None:  # What is not asked for is not shown.
+    if groups_of is None:  # Other transports show no groups.
         said_of_others = ra.explain("exact", **call)
         assert {share.heads for share in said_of_others.ranks} == {None}
         assert "heads" not in said_of_others.balance

@@ -1,4 +1,4 @@
-"""Tiles of unequal lengths in one kernel call, padded or in place, are what each of them is in a call of its own."""
+"""Tiles of unequal lengths get the same results in one kernel call, padded or in place, as in separate calls."""
 
 import dataclasses
 import itertools
@@ -23,7 +23,7 @@ LITTLE = [EVERYTHING, {**EVERYTHING, "most_rows": 30}, {**EVERYTHING, "rows": 8}
 
 
 class JoinedCalls:
-    """Hands calls on to a kernel and counts those in which tiles have lengths of their own."""
+    """Hands calls on to a kernel and counts the calls with tiles of several lengths."""
 
     def __init__(self, kernel, joining):
         self.kernel, self.joining, self.name = kernel, joining, kernel.name
@@ -61,7 +61,7 @@ def joined_cases(rng, kernel, count):
 
 @pytest.fixture
 def joined(monkeypatch):
-    """Has every call computed by a kernel that joins tiles as it is told."""
+    """Has every call computed by the given kernel, which joins tiles by the given rules."""
 
     def computed_by(kernel, joining):
         counted = JoinedCalls(kernel, joining)
@@ -88,7 +88,7 @@ def test_padded_tiles(kernel, bounds, joined, rng):
 
 
 def test_tiles_of_flash_attention(joined, monkeypatch, rng):
-    """FlashAttention for CUDA, whose calls are checked, with what they mean computed in float64."""
+    """FlashAttention for CUDA: its calls are checked, and computed in float64."""
     operators = CheckedOperators(played_by=FlashAttention2, dtypes=(torch.float64,))
     monkeypatch.setattr(cuda_kernels, "aten", operators)
     joined(CudaFlash(), CudaFlash.joining)

@@ -76,7 +76,7 @@ def test_kernels_of_other_devices_are_refused_on_every_rank_before_any_work(kern
 
 
 def test_a_refusal_of_one_rank_reaches_all(monkeypatch):
-    """As of a device that is older than those of other ranks."""
+    """For example, one rank has an older device than the others."""
     monkeypatch.setattr(
         kernels, "why_not_fused", lambda *_: "no compiler" if threading.current_thread().name.endswith("_1") else None
     )

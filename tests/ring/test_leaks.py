@@ -15,7 +15,7 @@ import hf_ring_attention as ra
 TOKENS, PATTERN = 24, "window:4+1"
 #: By the first number of steps the caches of plans and of agreed values, of 256 entries each, are full.
 FILLED, STEPS = 280, 442
-#: What is counted after them, in three parts.
+#: The counted steps after them are cut into this number of parts.
 STRETCHES = 3
 
 
@@ -27,7 +27,7 @@ def figures():
 
 
 def step(ring, rng):
-    """One call on other documents than those of the steps before, which are expected as a loader expects them."""
+    """A call on new documents, which the planner expects as from a loader."""
     cuts = sorted(rng.sample(range(1, TOKENS), rng.randint(2, 6)))
     documents = [list(zip([0, *cuts], [*cuts, TOKENS]))]
     layout = ring.layout_for(TOKENS, PATTERN, documents)
@@ -55,7 +55,7 @@ def growth(rank, seed, transport, steps=STEPS):
 
 
 def check(stretches, steps=STEPS):
-    """A leak grows in every stretch; what is made once, such as a module that is imported late, grows in one."""
+    """A leak grows in every stretch; a module that is imported late grows in one stretch only."""
     objects, held, threads, files = zip(*stretches)
     # Entries of caches differ in size: of a stretch's first and last 256 entries by some hundred objects.
     assert min(objects) < 6 * (steps - FILLED) / STRETCHES, f"more than some objects a step: {objects}"

@@ -48,7 +48,7 @@ class DrawnCase:
 
 @pytest.fixture
 def drawn_cases(rng):
-    """A function that gives random cases, with this causality where it is told."""
+    """A function that gives random cases, with the given causality if any."""
     return lambda causal=None: (DrawnCase(rng, causal) for _ in range(CASES))
 
 

@@ -1,4 +1,4 @@
-"""Numbers at their limits: what is not finite, large and tiny scores, float16, equal bits, long sequences."""
+"""Numbers at their limits: infinities and NaNs, large and tiny scores, float16, equal bits, long sequences."""
 
 import itertools
 import math
@@ -71,9 +71,9 @@ def test_what_is_not_finite_stays_in_its_document(transport, world_size, rng):
 @pytest.mark.parametrize(("transport", "world_size"), WAYS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_scores_of_ten_thousand(dtype, transport, world_size, rng):
-    """Softmax picks a key or two there, and a weight is off by the rounding of its score: 10,000 times that of a number.
+    """Softmax picks a key or two there. A weight is off by the rounding of its score: 10,000 times a number's rounding.
 
-    No plain computation says so, since it has no error at all where one key is picked; so the bound is that of any score.
+    A plain computation does not show this, as it is exact where it picks one key; so the rounding of a score is the bound.
     """
     cases, largest = [], 1e4
     for _ in range(3):

@@ -240,7 +240,7 @@ def test_a_process_that_ends_waits_for_the_plan_under_way_alone():
     assert process.exitcode == 0
 
 
-# ---- what a ring keeps on devices: one binding for equal calls, bounded in bytes and in parts
+# ---- memory on devices: a ring keeps one binding for equal calls, bounded in bytes and in parts
 
 
 def of_size(name, numbers):

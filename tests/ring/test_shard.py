@@ -1,4 +1,4 @@
-"""`Ring.shard` and `Ring.unshard`: rows go to the ranks as the layout says and come back whole, and so do gradients."""
+"""`Ring.shard` and `Ring.unshard`: rows go to their ranks by the layout and come back whole, and so do gradients."""
 
 import itertools
 
@@ -33,7 +33,7 @@ def check_round_trips(ring):
         local = ring.shard(whole, layout, dim=dim)
         assert local.shape[dim] == layout.local_len, where
         assert torch.equal(ring.unshard(local, layout, dim=dim), whole), where
-        # The same with strides that are not those of a tensor of its own.
+        # The same with other strides than a fresh tensor has.
         local = ring.shard(strided(whole), layout, dim=dim)
         assert torch.equal(ring.unshard(strided(local), layout, dim=dim), whole), where
     for kind, dtype in itertools.product(LAYOUTS, DTYPES):

@@ -37,7 +37,7 @@ def test_wrong_numbers_of_ranks(world_size):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("before", [True, False], ids=["before_the_call", "after_a_call"])
 def test_an_error_of_one_rank(transport, before):
-    """It is raised as it is, not what the others say of it, and they do not wait for that rank until their timeout."""
+    """It is raised as it is, not the errors that follow on other ranks, and they do not wait until their timeout."""
     error = ZeroDivisionError("of rank 1")
     said = {}
 

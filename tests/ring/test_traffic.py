@@ -1,4 +1,4 @@
-"""What a ring sends: each request is waited for once and counted, and nothing waits for all ranks."""
+"""Requests of a ring: it waits for each request once and counts it, and never waits for all ranks."""
 
 import time
 from contextlib import contextmanager
@@ -31,7 +31,7 @@ def counted_works():
     works, sent = [], []
 
     def exchange(operations, begin=dist.batch_isend_irecv):
-        # What is not floating point belongs to the comparison of calls, which is no traffic.
+        # Integers belong to the comparison of calls, which does not count as traffic.
         sent.extend(x.tensor for x in operations if x.op is dist.isend and x.tensor.is_floating_point())
         begun = [CountedWork(work) for work in begin(operations)]
         works.extend(begun)
@@ -50,9 +50,7 @@ def counted_works():
 
 
 def waits_of_a_process(rank, transport):
-    """How often each work of a forward pass was waited for there, and each work of both passes by their end; then the bytes
-    that torch.distributed was handed and the traffic does not tell.
-    """
+    """How often each work of the forward pass was waited for, and each work of both passes; then the uncounted bytes."""
     ring = ra.Ring(transport=transport)
     pattern = ra.Pattern.pyramid(window=3, levels=3, ratio=2, sinks=2)
     layout = ring.layout_for(31, pattern)
@@ -68,7 +66,7 @@ def waits_of_a_process(rank, transport):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_request_is_waited_for_once(ranks, world_size, transport):
-    """In the pass that began it; and what torch.distributed was handed is what `traffic` says."""
+    """In the pass that began it; and `traffic` counts all bytes that torch.distributed got."""
     for in_forward, in_both, more_bytes in ranks.run(waits_of_a_process, world_size, transport):
         assert 0 < len(in_forward) < len(in_both)
         assert set(in_forward) == set(in_both) == {1}

@@ -103,7 +103,7 @@ def on_the_main_process_only(rank):
 
 
 def test_a_forward_pass_on_the_main_process_only(ranks):
-    """It says for whom it waits, and ends with the time of its group."""
+    """It logs the ranks for which it waits, and ends at the timeout of its group."""
     where = "comparing the calls of all ranks, on rank 0, in a forward pass of a model: "
     (lines, error), *others = ranks.run(on_the_main_process_only, 3)
     assert lines == [f"{where}ranks 1, 2 did not answer for 0.2 s; still waiting"]

@@ -32,7 +32,7 @@ KERNELS = [CpuFlash(), Math(), CudaFlash()]
 
 @pytest.fixture
 def flash(monkeypatch):
-    """FlashAttention for CUDA, whose calls are checked, with what they mean computed in float64."""
+    """FlashAttention for CUDA: its calls are checked, and computed in float64."""
     operators = CheckedOperators(played_by=FlashAttention2, dtypes=(torch.float64,))
     monkeypatch.setattr(cuda_kernels, "aten", operators)
     return operators
@@ -70,7 +70,7 @@ def test_tiles_that_share_no_query_write_their_results(kernel, flash, monkeypatc
 
 
 def test_tiles_of_one_head_are_views_of_all_batch_rows(rng):
-    """The stretches of a batch row end where those of the next one begin."""
+    """The stretches of a batch row end where the next row's begin."""
     case = case_of(rng, "branches:segment=4,segment=2@count", None, batch=3)
     case = replace(case, num_heads=1, num_kv_heads=1)
     assert all(batch.queries.is_view for batch in work_of(case, Math()).batches)
@@ -132,7 +132,7 @@ def test_backward_copies_strided_queries_once():
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_packed_documents_are_one_call(causal, flash, monkeypatch, rng):
-    """On one device, and for the own keys of ranks that share documents; padding is a sequence of its own."""
+    """On one device, and for the local keys of ranks that share documents; padding is a separate sequence."""
     monkeypatch.setattr(planned, "choose_kernel", lambda *_: CudaFlash())
     for rows in ([DOCUMENTS], [DOCUMENTS[:3]], [DOCUMENTS[2:], DOCUMENTS[:2]], [[(0, 40)], DOCUMENTS[:3]]):
         case = case_of(rng, "exact", rows, causal, len(rows))
@@ -201,7 +201,7 @@ class Calls:
 
 
 def test_calls_take_few_tiles(flash, monkeypatch, rng):
-    """As many as a kernel's grid has room for; a batch row is a tile of its own."""
+    """At most as many as a kernel's grid has room for; each batch row is a separate tile."""
     calls = Calls(CudaFlash())
     monkeypatch.setattr(planned, "choose_kernel", lambda *_: calls)
     cases = [case_of(rng, pattern, None, batch=2) for pattern in ("pyramid:4,2", "longnet:8/1,16/2")]

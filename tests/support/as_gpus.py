@@ -18,11 +18,11 @@ NO_DEEPSPEED = (
 
 
 def deepspeed_without_operators():
-    """DeepSpeed for CPUs, of Python alone: on its own it would compile collectives over shared memory."""
+    """DeepSpeed for CPUs, in Python only: otherwise it would compile collectives over shared memory."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__ = {}  # the list of what it may compile, which it makes where there is none
+    deepspeed.ops.__compatible_ops__ = {}  # operators to compile; without this dict it lists them all
     # On CPUs with float16, ZeRO 3 refuses models in float64, which it takes on all others.
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: False
     return deepspeed

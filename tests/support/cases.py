@@ -44,7 +44,7 @@ def random_pattern(rng):
 
 
 def random_pattern_of(rng, num_kv_heads):
-    """Any legal pattern for so many key/value heads, which in some have patterns of their own."""
+    """Any legal pattern for this number of key/value heads; some differ by head."""
     if rng.random() < 0.7:
         return random_pattern(rng)
     patterns = [random_pattern(rng) for _ in range(rng.randint(2, 3))]
@@ -103,7 +103,7 @@ class Case:
 
     @property
     def options(self):
-        """What both `ra.ring_attention` and the definition are told beside tensors."""
+        """Arguments of both `ra.ring_attention` and the definition beside tensors."""
         names = ("pattern", "causal", "scale", "documents", "softcap")
         return {name: getattr(self, name) for name in names}
 
@@ -207,7 +207,7 @@ def errors_of(ring, calls, layouts, device="cpu", attention=ra.ring_attention):
 
     Args:
         calls: cases of the same tensors, computed one after the other, so that their gradients add up.
-        layouts: that of each call.
+        layouts: the layout of each call.
     """
     *whole, dout, logits = (None if x is None else x.to(device, copy=True) for x in calls[0].tensors)
     leaves = [x.requires_grad_() for x in whole]
@@ -232,7 +232,7 @@ def errors_of(ring, calls, layouts, device="cpu", attention=ra.ring_attention):
 
 
 def together(results):
-    """The results of calls in a row as those of one: outputs and log-sum-exps side by side, gradients added up."""
+    """The results of several calls in one: outputs and log-sum-exps side by side, gradients added up."""
     outs, lses, *grads = zip(*results)
     return [torch.cat(outs), torch.cat(lses), *map(sum, grads)]
 

@@ -20,7 +20,7 @@ def save_checkpoint_of_words(folder, change=lambda model: model, **sizes):
     """Saves a folder `model` with a tokenizer of `WORDS`, of which "the" is every other word, and two texts beside it.
 
     Args:
-        change: what is done to the model before it is saved.
+        change: a function that changes the model before it is saved.
     """
     word_tokenizer(WORDS).save_pretrained(folder / "model")
     torch.manual_seed(0)

@@ -1,7 +1,7 @@
-"""The attention operators of torch for CUDA, without a GPU: what they ask for of their arguments, and what they compute.
+"""The attention operators of torch for CUDA, without a GPU: the demands on their arguments, and their results.
 
-What they ask for is what torch's sources check before they start a kernel, or what a kernel takes for granted: flash_api.cpp
-for FlashAttention-2, attention.cu, attention_backward.cu, kernel_forward.h and kernel_backward.h for the efficient ones.
+The demands are the checks of torch's sources before they start a kernel, and the assumptions of a kernel: flash_api.cpp
+for FlashAttention-2, attention.cu, attention_backward.cu, kernel_forward.h and kernel_backward.h for the efficient kernels.
 """
 
 import torch
@@ -96,7 +96,7 @@ def check_flash(given, dtypes):
     assert given["dropout_p"] == 0
     assert ("window_size_left" in given) == ("window_size_right" in given)
     if "window_size_left" in given:
-        # The operator takes a negative one for none at all, and a causal call for one of its own.
+        # To the operator, a negative window means no window, and a causal call sets a window itself.
         assert min(given["window_size_left"], given["window_size_right"]) >= 0
         assert given["window_size_left"] < given["max_k"]
         assert not given["is_causal"]
@@ -244,8 +244,8 @@ SilentOperators.library.impl("backward", lambda *tensors: tuple(map(torch.zeros_
 class FlashAttention2:
     """What FlashAttention-2 computes, with signatures of torch's, in plain math.
 
-    With d = Lk - Lq, query i sees the keys i + d - left to i + d + right, where no limit is no limit; a causal call is one
-    with no limit on the left and a right of 0: the diagonal ends in the lower right corner.
+    With d = Lk - Lq, query i sees the keys i + d - left to i + d + right, each side only if it has a limit. A causal call has
+    no limit on the left and a right of 0: the diagonal ends in the lower right corner.
     """
 
     @classmethod

@@ -19,7 +19,7 @@ def dense_attention(
 ):
     """What Transformers calls: query [B, H, m, D], key and value [B, Hkv, n, D], attention_mask [B, 1, m, n] additive.
 
-    Patterns are those of rows of one document without padding.
+    Patterns apply to rows of one document without padding.
     """
     pattern = _pattern(module)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -42,7 +42,7 @@ def dense_attention(
 
 
 def _pattern(module):
-    """The pattern of a layer: its own, or that of all layers without a window."""
+    """The pattern of a layer; else the pattern of all layers without a window."""
     patterns = getattr(module.config, DENSE, None) or {}
     if module.layer_idx in patterns:
         return patterns[module.layer_idx]
@@ -50,7 +50,7 @@ def _pattern(module):
 
 
 def windowed(config, layer):
-    """Whether a layer has a sliding window or chunks of its own; Moshi's config has a window that its masks do not."""
+    """Whether a layer has a sliding window or chunks in the model; Moshi's config has a window that its masks ignore."""
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
         return kinds[layer] in ("sliding_attention", "chunked_attention")

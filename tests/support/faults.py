@@ -20,7 +20,7 @@ from tests.support.ranks import TIMEOUT, begin_as_a_program, forked, free_port
 
 KINDS = ("killed", "stalled", "raising")
 MOMENTS = ("before", "in", "after")
-#: The phases of a run: the transport of a case of each, and what it waits for when its fault comes inside.
+#: The phases of a run: the transport of each case, and the name of the operation in the middle of which its fault comes.
 PHASES = {
     "set-up": ("ring", ""),
     "forward hop": ("ring", "ring attention"),
@@ -32,8 +32,8 @@ PHASES = {
 WORLD_SIZE = 3
 #: Seconds after which ranks give up one that stalls. Whatever waits for no such timeout has all the time.
 SECONDS_OF_A_STALL = 10
-#: What the rank that raises says, which must reach its own output as it is.
-OWN_ERROR = "no memory left, says the test"
+#: The error of the rank that raises, which must reach the rank's output unchanged.
+OWN_ERROR = "no memory left (raised by the test)"
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Fault:
 
     @property
     def ends_by_timeout(self):
-        """Whether nothing but time tells the others: no connection of a group breaks that is not yet made."""
+        """Whether the others only notice by a timeout: a connection cannot break before it is made."""
         return self.kind == "stalled" or (self.phase == "set-up" and self.moment != "after")
 
 
@@ -101,7 +101,7 @@ class FaultyRank:
             self.meet(ready)
         ring = ra.Ring(group, layout="contiguous", transport=PHASES[fault.phase][0])
         (self.agree if fault.phase == "agreement" else self.attend)(ring)
-        # What a rank comes to after its fault, where the others wait for it.
+        # The next step of a rank after its fault, where the others wait for it.
         with ring.agreement("the end"):
             pass
 

@@ -40,7 +40,7 @@ def write_tasks(folder, seed, documents=5, words=30):
     texts = [[rng.choice(WORDS) for _ in range(rng.randrange(2, words))] for _ in range(documents - 1)]
     lines = []
     for text in [*texts, ["a"]]:
-        # Answers of one token share the row of their question; the others have lengths of their own.
+        # Answers of one token share the row of their question; other answers differ in length.
         choices = [" x", " y", " " + " ".join(rng.choices(WORDS, k=2)), " " + rng.choice(WORDS)]
         document = {"context": " ".join(text), "answer": " " + rng.choice(WORDS), "choices": choices}
         lines.append(json.dumps({**document, "right": rng.randrange(4)}))

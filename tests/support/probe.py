@@ -74,7 +74,7 @@ def batch(kind: str, first: int = 0) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def logits_and_gradients(model: PreTrainedModel, inputs: Mapping[str, Tensor], labels: Tensor) -> Answer:
-    """Returns the answer to whole sequences; its gradients are those of the sum of the losses."""
+    """Returns the answer to whole sequences; its gradients come from the sum of the losses."""
     model.zero_grad()
     logits = model(**inputs, use_cache=False).logits
     valid = labels != -100
@@ -88,7 +88,7 @@ def errors(answer: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dic
 
 
 def alone(model: PreTrainedModel, inputs: Mapping[str, Tensor], labels: Tensor) -> Answer:
-    """Returns the answer to packed or padded rows, from a forward pass of its own for each document, without its padding."""
+    """Returns the answer to packed or padded rows, from a separate forward pass for each document, without padding."""
     mask = inputs.get("attention_mask", torch.ones_like(labels))
     rows = rows_of_call(runner_of(model), labels, inputs).documents or documents_from_mask(mask)
     logits: list[Tensor] = []
@@ -159,7 +159,7 @@ def survey(model_type: str) -> ModelSupport:
     """Runs a tiny model of a type in float64 (`float64`), and returns the line of the table.
 
     Raises:
-        AssertionError: its results are not those of eager attention.
+        AssertionError: its results differ from eager attention.
     """
     names: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
     entry = partial(ModelSupport, model_type, names if isinstance(names, str) else names[0])

@@ -23,7 +23,7 @@ class Ended:
 def run_program(script, *arguments, processes=1, environment, timeout, folder=None):
     """What becomes of `python script arguments`, or of as many ranks, in this folder or the current one.
 
-    Seconds of imports are saved: tests of the launchers themselves, and of what is imported, start Python anew.
+    It saves seconds of imports. Only tests of the launchers and of imports start Python anew.
     """
     if processes > 1:
         environment = environment | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

@@ -1,11 +1,11 @@
 """Random models, batches and rings against eager attention: python -m tests.fuzz --only models
 
-Every case follows from a number of its own. A case draws a supported model type with random heads, windows, layers and
+Every case follows from a separate number. A case draws a supported model type with random heads, windows, layers and
 large weights; batches of documents as collators or people make them; one process or a simulated ring; and compares logits,
 the loss and all gradients, or generated tokens, or perplexity.
 
-What is expected comes from Transformers' eager attention, each document by itself, whether the model was patched or only
-names "ring_dilated" and is patched by its first call. Under patterns it comes from `dense`.
+Expected results come from Transformers' eager attention, each document by itself, whether the model was patched or only
+names "ring_dilated" and is patched by its first call. Under patterns they come from `dense`.
 Most cases compute in float64, also where Transformers asks for float32 (`tolerance`).
 """
 
@@ -99,7 +99,7 @@ def tokens_of(case):
     return sum(int((batch.targets() != IGNORED).sum()) for batch in case.batches)
 
 
-# ---- what is expected
+# ---- expected results
 
 
 def expected(case: Case, found: Result, dtype: torch.dtype) -> Result:
@@ -131,7 +131,7 @@ def expected_tokens(case, model, found):
     batch, new = case.batches[0], case.generated[0]
     if not case.patterns:
         kept = {}
-        # Keys stay as long as the row was when they came, and what was prefilled was computed as a row.
+        # Cached keys keep the length of the row at their step, and prefilled tokens were computed as a row.
         if case.prefilled and ("rope_parameters" in case.changes or case.model_type in OTHER_STEPS):
             ids, mask = before_question(case)
             positions = counted(case, case.batches[0])[:, : ids.shape[1]]
@@ -199,7 +199,7 @@ def by_itself(case, batch):
 
 
 def given(case, batch, dtype):
-    """What a model is given of a batch: tokens, or embeddings for them."""
+    """The model's inputs from a batch: tokens, or embeddings for them."""
     if case.embeds is None:
         return batch.inputs
     embeds = case.embeds[case.batches.index(batch)].to(dtype)
@@ -237,7 +237,7 @@ def numbered(case, batch):
 TASKS_OF_EAGER = {"train": expected_step, "perplexity": expected_perplexity, "generate": expected_tokens}
 
 
-# ---- what is found
+# ---- results of "ring_dilated"
 
 
 def found_by(case: Case) -> Result | Refused:
@@ -262,7 +262,7 @@ def found_on_ring(case: Case, models) -> Result | Refused:
     """On the ranks of a simulated ring, and the mean of their gradients.
 
     Raises:
-        AssertionError: ranks that differ in what is equal on all of them, or of which only some refuse.
+        AssertionError: ranks differ in results that must be equal on all ranks, or only some ranks refuse.
     """
     world_size, settings = case.ring
     by_rank = run_simulated(lambda ring: result_of(case, models[ring.rank], ring), world_size, **settings)
@@ -355,7 +355,7 @@ def errors(case: Case, found: Result, want: Result) -> dict[str, float]:
     for batch, own, other in zip(case.batches, found.logits, want.logits, strict=True):
         if case.task == "train":
             own, other = own[batch.valid()], other[batch.valid()]
-        assert torch.equal(own.isfinite(), other.isfinite()), "other tokens are computed, or some are no numbers"
+        assert torch.equal(own.isfinite(), other.isfinite()), "other tokens are computed, or some values are NaN"
         largest = float(other.nan_to_num().abs().max())
         worst["logits"] = max(worst["logits"], float((own - other).nan_to_num().abs().max()) / (largest or 1.0))
     worst["loss"] = abs(found.loss - want.loss) / (abs(want.loss) or 1.0)
@@ -368,10 +368,10 @@ def errors(case: Case, found: Result, want: Result) -> dict[str, float]:
 
 
 def compared(case: Case, found: Result | Refused) -> str:
-    """What is found against what is expected: "equal", in float64; "rounded", as near as eager attention; or "refused".
+    """Compares results with the expected ones: "equal", in float64; "rounded", as near as eager attention; or "refused".
 
     Raises:
-        AssertionError: they differ, or a refusal that is not right.
+        AssertionError: they differ, or the refusal is wrong.
     """
     if isinstance(found, Refused):
         assert case.refusable, f"refused: {found.message}"

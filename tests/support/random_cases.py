@@ -1,4 +1,4 @@
-"""Random cases of models, batches and rings: what `random_batches` computes, each from a number of its own."""
+"""Random cases of models, batches and rings for `random_batches`, each from a separate number."""
 
 import random
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ MIXED_LAYERS = {
 }  # fmt: skip
 #: Types with layers of chunks, which Transformers counts from the first token of a row, and this package from a document's.
 CHUNKED = {"llama4", "llama4_text"}
-#: Types whose window, if any, is that of all layers.
+#: Types whose window, if any, applies to all layers.
 ONE_WINDOW = {"mistral", "mixtral", "phi3", "starcoder2"}
 #: Types that number a row's first token behind the id of padding, which is 0 in tiny models.
 NUMBERED_BEHIND_PADDING = {
@@ -51,13 +51,13 @@ SELF_NUMBERED = {
 READY_MADE = {"fuyu", "gemma3", "gemma4"}
 #: Types whose mixers let padding into their states in eager attention.
 LET_PADDING_IN = {"recurrent_gemma"}
-#: Types whose own loss is not that of next tokens, and that take no position_ids.
+#: Types whose loss does not predict next tokens, and that take no position_ids.
 WITHOUT_SHIFT = SELF_NUMBERED | {"whisper"}
 #: Types whose `generate` does not number rows beside padding.
 UNNUMBERED = WITHOUT_SHIFT | {"moss_transcribe_diarize"}
 #: Types whose caches Transformers does not make as their configs want them.
 CACHELESS = {"hrm_text"}
-#: Types whose steps of one token are not those of whole rows, by 1e-8 (minimax) or 1e-3, in Transformers' own code in float64.
+#: Types whose steps of one token differ from whole rows in Transformers itself, in float64: by 1e-8 (minimax) or 1e-3.
 OTHER_STEPS = {"minimax", "nemotron_h", "zamba2"}
 #: Types that are also given embeddings instead of tokens.
 EMBEDDED = {"gpt2", "gpt_neox", "llama", "mistral", "olmo3", "opt", "qwen3", "smollm3"}
@@ -70,14 +70,14 @@ def first_of(model_type: str) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """What is computed.
+    """A model, its batches, and the task that is computed with them.
 
     Attributes:
         task: "train", "generate" or "perplexity".
         changes: of the tiny model's config.
         batches: of one optimizer step; one batch for other tasks.
         patched: by `ra.patch_model`; else the model names "ring_dilated", and its first call patches it.
-        ring: (world size, what else the ring is told), or None for one process.
+        ring: (world size, settings of the ring), or None for one process.
         prefilled: whether generation goes on from `ra.prefill`.
         patterns: by layer, None for all layers without a window; {} for the exact one.
         loss: "logits": in float64 from the logits; "model": the model's own, which a ring computes in slices.
@@ -112,7 +112,7 @@ class Case:
 
     @property
     def cache(self) -> dict:
-        """What a forward pass of a batch is told of caches."""
+        """The arguments of a forward pass about caches."""
         return {} if self.use_cache is None else {"use_cache": self.use_cache}
 
     @property
@@ -135,7 +135,7 @@ class Case:
             or (self.model_type == "recurrent_gemma" and self.prefilled)
             # Masks or positions that they make themselves, and that do not know the documents.
             or (self.model_type in READY_MADE and told)
-            # A cache whose keys are rotated as those of shorter rows are, or that has dropped what a pattern sees.
+            # A cache whose keys are rotated as in shorter rows, or that has dropped keys that a pattern sees.
             or ("rope_parameters" in self.changes and self.prefilled)
             or (self.task == "generate" and bool(self.patterns) and windows)
         )
@@ -193,7 +193,7 @@ def random_ring(rng, model_type, changes):
     layout = rng.choice(["auto", "contiguous", "zigzag", "documents", "documents"])
     world_size = rng.choice([2, 2, 3, 4, rng.randint(5, 8)])
     ways = [{"transport": transport} for transport in ("auto", "ring", "collective")]
-    # The heads of other cases are those of the type, which may not divide among the ranks.
+    # Other cases keep the heads of the type, which may not divide among the ranks.
     heads = changes.get("num_attention_heads", 1), changes.get("num_key_value_heads", 1)
     ways += [
         {"transport": "heads", "heads": size}
@@ -205,7 +205,7 @@ def random_ring(rng, model_type, changes):
 
 def random_patterns(rng, model_type, task, changes, batches):
     """By layer; none for a case that is computed exactly, as most are."""
-    # What a cache holds of tokens that were the last is not what a row without a cache makes of them.
+    # A cache holds tokens that once were the last, and so saw more keys than in a row without a cache.
     draw = pattern_without_last if task == "generate" else random_pattern
     as_they_are = "rope_parameters" in changes or any(batch.as_eager or batch.holes for batch in batches)
     as_they_are = as_they_are or (task == "generate" and model_type in OTHER_STEPS)
@@ -239,7 +239,7 @@ def random_generation(rng, model_type, batches, patterns, prefilled):
         return rng.choice(ways if at_least("transformers", "5.23") else ways[:2])
     if model_type not in CHUNKED:  # Transformers 5.17 makes no masks for these.
         ways.append({"cache_implementation": "static"})
-    if not patterns:  # of greedy tokens alone it is known what is expected
+    if not patterns:  # With patterns, only greedy tokens have an expected result.
         ways.append({"num_beams": 2})
         if batches[0].shape[0] == 1 and model_type not in MIXERS:  # Transformers does not go back to a former state.
             ways.append({"prompt_lookup_num_tokens": 2})

@@ -1,4 +1,4 @@
-"""Random documents, and the batches that collators and users make of them: each with what it tells of its documents."""
+"""Random documents, and the batches that collators and users make of them, with the documents that each batch marks."""
 
 import importlib.util
 import inspect
@@ -18,7 +18,7 @@ PAD, IGNORED = 0, -100
 
 @dataclass(frozen=True)
 class Document:
-    """Tokens and what is learned from each of them (-100: nothing), and the mapping that a collator is given for it."""
+    """Tokens, their labels (-100: nothing is learned), and the mapping that a collator gets."""
 
     ids: tuple[int, ...]
     labels: tuple[int, ...]
@@ -27,15 +27,14 @@ class Document:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """What a model is given.
+    """A model's inputs, and their documents.
 
     Attributes:
         name: of what made it.
         inputs: as it was made, with labels.
-        documents: per row the (start, stop) of what a patched model keeps apart.
-        apart: whether it says more of documents than a mask or its absence does, so that eager attention, given the same
-            batch, may see several as one.
-        as_eager: whether what it tells of documents depends on the model type, in eager attention as well.
+        documents: per row the (start, stop) of the documents that a patched model keeps apart.
+        apart: whether more than a mask marks the documents, so that eager attention may see several as one in this batch.
+        as_eager: whether its documents depend on the model type, in eager attention as well.
     """
 
     name: str
@@ -107,7 +106,7 @@ def random_documents(rng, kind):
 
 
 def random_document(rng, length, with_prompts):
-    """One of random tokens; `with_prompts`, its labels say which of them are learned."""
+    """A document of random tokens; `with_prompts`, its labels leave out a prompt."""
     ids, prompt = tuple(rng.randrange(3, VOCAB) for _ in range(length)), rng.randint(0, length)
     if not with_prompts:
         return Document(ids, ids, {"input_ids": [*ids]})
@@ -122,7 +121,7 @@ def random_document(rng, length, with_prompts):
 class Kind:
     """How one kind of batch is made, by `make(rng, documents, first)`, which returns it and a word on its details.
 
-    `styles`: of documents. `packs`: it tells several documents of a row. `equal`: they are of one length. `collates`:
+    `styles`: of documents. `packs`: it marks several documents in a row. `equal`: they are of one length. `collates`:
     all of them must be found in it. `odd`: its positions do not count rows. `as_eager`: see `Batch`. `needs`: a package.
     """
 
@@ -241,7 +240,7 @@ def handwritten(rng, documents, first):
 
 @made(2, collates=False, packs=True)
 def restarts(rng, documents, first):
-    """One row of documents, told by position_ids alone: with a mask of ones eager attention would not look at them."""
+    """A row of documents, marked by position_ids only: with a mask of ones eager attention would not look at them."""
     batch = rows_of([joined(documents)], "right")
     batch["position_ids"] = first + torch.cat([torch.arange(len(document.ids)) for document in documents])[None]
     masked = rng.random() < 0.5
@@ -255,7 +254,7 @@ def restarts(rng, documents, first):
 
 @made(2, collates=False, odd=True)
 def gaps(rng, documents, first):
-    """Positions that leave some out, or begin late, as pruned prompts do; under a mask, which says that it is one document."""
+    """Positions that leave some out, or begin late, as pruned prompts do; under a mask, which makes it one document."""
     batch = rows_of(documents, "right")
     step = torch.ones_like(batch["input_ids"])
     for row in step:
@@ -279,7 +278,7 @@ def repeats(rng, documents, first):
 
 @made(0.5, collates=False, odd=True, as_eager=True)
 def gaps_without_mask(rng, documents, first):
-    """Transformers takes every step other than one for a border, where there is no mask and the model hands it positions."""
+    """Without a mask, Transformers takes every step other than one for a border, if the model hands it positions."""
     batch = rows_of([documents[0]], "right")
     step, index = torch.ones_like(batch["input_ids"]), rng.randrange(len(documents[0].ids))
     step[0, index] = rng.randint(2, 9)
@@ -313,15 +312,14 @@ def tokenizer(side):
     return word_tokenizer(words, pad_token=words[PAD], padding_side=side)
 
 
-# ---- what batches tell
+# ---- documents of batches
 
 
 def told_documents(batch: dict, first: int) -> list[list[tuple[int, int]]]:
     """Per row the (start, stop) of its documents, token by token.
 
-    Collators tell them by seq_idx or cu_seq_lens_q. Else positions do: those that go down begin a document, and so does a
-    first position that stands twice; without a mask every step other than one does, as in Transformers. Padding is of no
-    document.
+    Collators mark them by seq_idx or cu_seq_lens_q. Otherwise a document begins where positions go down, or where the first
+    position stands twice; without a mask, at every step other than one, as in Transformers. Padding is outside documents.
     """
     size, length = batch["input_ids"].shape
     mask, positions, numbers = (batch.get(name) for name in ("attention_mask", "position_ids", "seq_idx"))
@@ -354,7 +352,7 @@ def told_documents(batch: dict, first: int) -> list[list[tuple[int, int]]]:
 
 
 def check_collator(batch: Batch, documents: list[Document]) -> None:
-    """Raises AssertionError unless the batch holds these documents, each with what is to be learned from it."""
+    """Raises AssertionError unless the batch holds these documents with their labels."""
     ids, labels = batch.inputs["input_ids"], batch.inputs["labels"]
     found = sorted(
         (tuple(ids[row, start:stop].tolist()), tuple(labels[row, start + 1 : stop].tolist()))

@@ -1,4 +1,4 @@
-"""Runs a function on several ranks, gloo processes of one thread or simulated ones, and brings back what they return."""
+"""Runs a function on several ranks, gloo processes of one thread or simulated ones, and returns their results."""
 
 import contextlib
 import multiprocessing
@@ -22,12 +22,12 @@ import torch.distributed as dist
 import hf_ring_attention as ra
 from tests.support.tolerance import float64, is_float64
 
-#: Seconds after which something hangs and is not merely slow: some ten times what the longest launch of the tests takes
-#: beside four busy processes on two cores. Tests that do not test timeouts take this one.
+#: Seconds after which something hangs and is not merely slow: some ten times as long as the longest launch of the tests
+#: beside four busy processes on two cores. All tests take it but those that test timeouts.
 TIMEOUT = 600
 #: Seconds within which ranks are done that wait for no timeout; far from TIMEOUT, so that having waited for it shows.
 PROMPTLY = TIMEOUT / 10
-#: Seconds that the other ranks have to tell their own story once one has failed; they end sooner when all have.
+#: Seconds that the other ranks have to report their errors once a rank has failed; they end sooner when all have.
 PATIENCE = 60
 #: Ranks are forked from a process that computed nothing, and imported what takes seconds once for all of them.
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -43,8 +43,8 @@ def forked(target, *args):
 
 def start_server():
     """Starts the server that forks, if it does not run yet: whoever forks first decides what all processes find imported."""
-    # It looks for modules in the current folder, which a test may have changed, and passes over what it does not find
-    # there: each process would then import it anew.
+    # It looks for modules in the current folder, which a test may have changed, and skips the modules that it does not find:
+    # each process would then import them anew.
     with contextlib.chdir(Path(__file__).parents[2]):
         forkserver.ensure_running()
 
@@ -55,10 +55,10 @@ def _run_preloaded(target, *args):
 
 
 class RankPool:
-    """Processes that stay for one call after another, each call with a process group of its own.
+    """Processes that stay for one call after another; each call makes a process group.
 
-    They are started when a call first needs them, and anew after a call that failed. What a function leaves behind in its
-    process, such as an Accelerator, is there at the next call: functions that do that are for `run_ranks`.
+    They are started when a call first needs them, and anew after a call that failed. If a function leaves an object behind in
+    its process, such as an Accelerator, the next call meets it: run such functions by `run_ranks`.
     """
 
     def __init__(self):
@@ -82,7 +82,7 @@ class RankPool:
         """[function(rank, *args) for each rank], run side by side, in float64 where the caller computes in it.
 
         A rank that raises ends all of them, and its traceback is the error; so does `timeout` (seconds). The ranks `lost`
-        end on their own without an answer, and are left out.
+        end by themselves without an answer, and are left out.
         """
         while len(self._ranks) < world_size:
             ours, theirs = CONTEXT.Pipe()
@@ -137,7 +137,7 @@ def run_simulated(function, world_size, *, timeout=TIMEOUT, **settings):
 
 
 def on_ranks(work, make, world_size=2, **settings):
-    """[work(ring, model)] of simulated ranks; each has a model of its own, from make(), which is patched with its ring."""
+    """[work(ring, model)] of simulated ranks; each has a separate model from make(), patched with its ring."""
     models = [make() for _ in range(world_size)]
     return run_simulated(lambda ring: work(ring, ra.patch_model(models[ring.rank], ring=ring)), world_size, **settings)
 
@@ -154,7 +154,7 @@ def free_port():
 def begin_as_a_program():
     """Has this process of `CONTEXT` compute on one thread, and start others as programs do and not as it was started itself.
 
-    A server of forks of its own would import everything anew, for five seconds.
+    A second fork server would import everything anew, for five seconds.
     """
     torch.set_num_threads(1)
     multiprocessing.set_start_method(None, force=True)
@@ -181,7 +181,7 @@ def _serve(rank, connection):
         except BaseException:
             answer = (False, traceback.format_exc())
         if answer[0]:
-            with contextlib.suppress(RuntimeError):  # of a rank that failed, which tells it
+            with contextlib.suppress(RuntimeError):  # of a rank that failed, and reports this itself
                 dist.barrier()
                 dist.destroy_process_group()
         connection.send_bytes(pickle.dumps(answer))

@@ -73,14 +73,14 @@ def finetuned(output):
 def assert_same_perplexity(found, expected, *nudged):
     """Of rows of figures: the losses of all tokens but the first, and their mean.
 
-    One token may be so close to another choice that a nudge moves it ten times as far as the next nudge does: what several
-    of them do tells how far rounding can move it.
+    One token may be so close to another choice that a nudge moves it ten times as far as the next nudge does: several nudges
+    show how far rounding can move it.
     """
     found_losses, losses, *others = (
         torch.tensor(row["token_nll"][1:], dtype=torch.float64) for row in (found, expected, *nudged)
     )
     errors = distance(found_losses, losses), abs(found["perplexity"] / expected["perplexity"] - 1)
-    # The errors of tokens may cancel in the mean of one run and not in that of another, so their sizes bound that of a mean.
+    # The errors of tokens may cancel in the mean of one run and not in another run, so the mean of their sizes is the bound.
     bounds = largest(distance(x, losses) for x in others), largest(float((x - losses).abs().mean()) for x in others)
     for error, bound in zip(errors, map(allowed, bounds), strict=True):
         assert 0 <= error <= bound, (error, bound)
@@ -119,7 +119,7 @@ def launch(recipe, *arguments, processes=1, fork=False, plugin=None):
 
 
 def _run_here(recipe, arguments):
-    """What became of a recipe in this process, as a process of its own would end."""
+    """Runs a recipe in this process; returns its status and output, as a separate process would."""
     module, status, out, err = importlib.import_module(Path(recipe).stem), 0, io.StringIO(), io.StringIO()
     with (
         pytest.MonkeyPatch.context() as patch,
@@ -144,14 +144,14 @@ def _run_here(recipe, arguments):
 
 
 def run(recipe, *arguments, **options):
-    """What a recipe prints."""
+    """The output of a recipe."""
     done = launch(recipe, *arguments, **options)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 
 
 def refused(recipe, *arguments, **options):
-    """What a recipe says that ends with an error."""
+    """The error of a recipe that must fail."""
     done = launch(recipe, *arguments, **options)
     assert done.returncode != 0
     return done.stderr

@@ -34,7 +34,7 @@ def what_lacks(model_type):
     """What Transformers lacks of a model type: the type, known mixers, or calls of the interface; None for nothing."""
     release = f"Transformers {version('transformers')}"
     if model_type not in CONFIG_MAPPING:
-        return f"{release} has no model type {model_type}"
+        return f"{release} lacks the model type {model_type}"
     if model_type in MIXERS and not at_least("transformers", MIXERS_SINCE):
         return f"mixers are known since {MIXERS_SINCE}, and this is {release}"
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[model_type], None)
@@ -50,7 +50,7 @@ def with_names_of_this_release(code):
 
 
 def skip_without(model_type):
-    """Skips a test where Transformers has no such model type, or one that computes attention of its own."""
+    """Skips a test where Transformers lacks the model type, or the type does not call the attention interface."""
     lack = what_lacks(model_type)
     if lack is not None:
         pytest.skip(lack)

@@ -1,4 +1,4 @@
-"""A tiny model that brings code of its own, which leaves a file behind when it runs."""
+"""A tiny model with remote code, which leaves a file behind when it runs."""
 
 import json
 

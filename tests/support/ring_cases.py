@@ -1,4 +1,4 @@
-"""Whole cases of attention: tensors, the ring that shares them, and how often it is called; each from a number of its own."""
+"""Whole cases of attention: tensors, the ring that shares them, and the number of calls; each from a separate number."""
 
 import random
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ class RingCase:
 
     Attributes:
         calls: one, or two with the same tensors, whose gradients add up.
-        ring: what the ring is told.
+        ring: the settings of the ring.
         pieces: the layout of each call, where the ring does not choose it.
         checkpointing: whether backward computes each call again.
     """
@@ -43,7 +43,7 @@ class RingCase:
     checkpointing: bool
 
     def run(self):
-        """Compares outputs, log-sum-exps, all gradients and the bytes that each rank moves with what they must be.
+        """Compares outputs, log-sum-exps, all gradients and the bytes that each rank moves with the expected values.
 
         Raises:
             AssertionError: one of them is wrong.
@@ -75,7 +75,7 @@ class RingCase:
             return compared, compared
         more = 0
         if decision.choice == "heads":
-            # Plans are those of calls for outputs alone: a log-sum-exp goes in one message with its output, in one dtype.
+            # Plans count outputs only: a log-sum-exp goes in one message with its output, in one dtype.
             size = group_size(problem)
             rows = case.batch * case.num_heads // size * layout.local_len * (size - 1)
             more = rows * (wide + case.value_dim * (wide - narrow))

@@ -42,7 +42,7 @@ def weights(model):
 
 
 def over(trainer_class, ring_size):
-    """The Trainer for rings of this size, as the guide says: one line, and one argument."""
+    """The Trainer for rings of this size, as in the guide: one line, and one argument."""
     if ring_size is None:
         return trainer_class, {}
 
@@ -65,6 +65,6 @@ def saved(folder, auto, make):
 
 
 def run_program(rank, program, folder, ring_size, *more):
-    """What a program returns on this rank; the folder is that of all ranks."""
+    """The result of a program on this rank; all ranks share the folder."""
     process_environment(rank, dist.get_world_size() if dist.is_initialized() else 1)
     return program(folder, ring_size, *more)

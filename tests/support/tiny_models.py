@@ -1,7 +1,7 @@
 """A tiny model of every causal language model type of Transformers, with the same large weights at every call.
 
-The config of a type is the default config of its class with small numbers, as `check` has them too, and with what the odd
-types need besides (`_CHANGES`).
+The config of a type is the default config of its class with small numbers, the same as in `check`; odd types need more
+changes (`_CHANGES`).
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _QWEN4_EXP = {
 }  # fmt: skip
 # Odd types need these changes besides, nested as their configs are.
 _CHANGES: dict[str, dict[str, Any]] = {
-    "bamba": {"attn_layer_indices": [1]},  # The default has no attention.
+    "bamba": {"attn_layer_indices": [1]},  # The default lacks attention.
     "blt": {
         "encoder_hash_byte_group_size": [3], "encoder_hash_byte_group_vocab": VOCAB,
         "encoder_config": {"hidden_size_global": WIDTH}, "decoder_config": {"hidden_size_global": WIDTH},
     },
-    "cohere_compass_text": {  # the default has no rotary embedding
+    "cohere_compass_text": {  # The default lacks a rotary embedding.
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
@@ -54,7 +54,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v4": {  # several compressed keys among a few tokens, not all of them selected
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}, "index_topk": 3,
     },
-    "dory": {  # Its configs list attention and MLP as layers of their own.
+    "dory": {  # Its configs list attention and MLP as separate layers.
         "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp", "sliding_attention", "mlp"],
         "num_hidden_layers": 6, "n_input_layers": 2, "n_recurrent_layers": 2, "n_output_layers": 2,
         "initializer_range": 1.0,  # It divides scales, which would make rounding errors 56 times as large.
@@ -77,7 +77,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": {"global_head_dim": 16},
     "got_ocr2": {"vision_config": {"image_size": 32, "output_channels": 8}},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},  # The default has no attention.
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},  # The default lacks attention.
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},  # attention in the second of two layers
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},

@@ -1,4 +1,4 @@
-"""How far two computations of the same thing may differ: by what float64 and the data say, not by what one machine gave.
+"""How far two computations of the same thing may differ: bounds from float64 and the data, not from one machine.
 
 Sums in another order, other vector instructions and other matrix products round otherwise, so no two machines have the
 same float32 errors, and a constant that one of them passes is wrong for the next. There are two ways out:
@@ -11,9 +11,9 @@ five-hundredth of the smallest of the latter.
 
 **A multiple of what rounding does to this input**, where float32 (or 16 bits) is the point, or is all that a program
 offers: `allowed` takes the error of a plain computation in the same dtype against float64, on the machine and the input of
-the test. The factor is 8. Each of two computations has an error of that size, so their difference may be twice it; and the
-largest of a few random errors, in sums of another order, is at times some four times that of another draw. Where there are
-so few numbers that the plain computation happens to have no error at all, one rounding stands in for it. Where a whole
+the test. The factor is 8. Each of two computations has an error of that size, so their difference may be twice it; and
+in another draw, the largest of a few random errors is at times some four times as large. Where the numbers are too few
+for the plain computation to show any error, one rounding stands in for it. Where a whole
 program runs in float32 and in nothing else, it runs once more with every weight a rounding off (`nudge_`): what that does
 to its figures, the same program may do to them on another machine, or on two processes.
 """
@@ -82,7 +82,7 @@ def float64(on: bool = True) -> Iterator[None]:
     if not on or is_float64():
         yield
         return
-    # The default is that of all threads: the first one that enters sets it, and the last one that leaves restores it.
+    # All threads share the default: the first thread that enters sets it, and the last thread that leaves restores it.
     with _DEFAULTS_LOCK:
         if not _DEFAULTS:
             _DEFAULTS.append(torch.get_default_dtype())
@@ -117,9 +117,9 @@ def largest(errors: Iterable[float]) -> float:
 
 
 def gradients_distance(found, expected, floor=1e-2):
-    """The largest of the distances of gradients by name, each relative to its own largest entry.
+    """The largest of the distances of gradients by name, each relative to the gradient's largest entry.
 
-    Some gradients should be zero, such as those of the biases of keys, or of all queries if each sees one key: they count
+    Some gradients should be zero, such as the gradients of key biases, or of all queries if each sees one key: they count
     relative to the `floor`, a share of the largest entry of all gradients.
     """
     least = max((floor * float(x.abs().max()) for x in expected.values()), default=0.0) or 1.0

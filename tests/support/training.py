@@ -51,7 +51,7 @@ def documents(count, shortest, longest, seed, prompt=0):
 
 
 def process_environment(rank, world_size):
-    """What a launcher would set, for Accelerate to find the process group that is there; and nothing of an earlier run."""
+    """Sets a launcher's variables, so that Accelerate finds the process group, and clears the traces of an earlier run."""
     AcceleratorState._reset_state(reset_partial_state=True)  # It keeps the mixed precision of the first accelerator.
     os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # TrainingArguments may have set it.
     os.environ["ACCELERATE_USE_CPU"] = "true"
@@ -62,7 +62,7 @@ def process_environment(rank, world_size):
 
 
 def figures_of(model, losses, norms):
-    """What a run is compared by, from whole parameters."""
+    """The figures by which runs are compared, with whole parameters."""
     parameters = {name: whole(parameter.detach()).clone() for name, parameter in model.named_parameters()}
     return {"losses": losses, "norms": norms, "parameters": parameters}
 

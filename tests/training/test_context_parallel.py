@@ -58,7 +58,7 @@ def as_on_gpus(rank, world_size):
         del os.environ[name]  # An earlier run may have set it.
     process_environment(rank, world_size)
     take_cpus_for_gpus()
-    os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"  # DDP is told no numbers of devices
+    os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"  # DDP gets no device numbers.
 
 
 def of_several_rings(rank, folder, by_environment):
@@ -135,7 +135,7 @@ def test_a_loop_takes_cp_size_for_the_size_of_rings(gpus):
 
 
 def too_late(rank):
-    """A model that Accelerate has prepared for its own context parallelism is refused."""
+    """A model that Accelerate has prepared for its context parallelism is refused."""
     accelerator = accelerator_of(rank, cp_size=2)
     ring = ra.Ring(accelerator.torch_device_mesh["cp"])
     model = ra.patch_model(tiny_llama(), ring=ring)
@@ -155,7 +155,7 @@ def test_a_model_that_was_prepared_before_the_ring_is_refused():
 
 
 class WithMesh(Accelerator):
-    """What rings see of an accelerator; the sizes are those of a ParallelismConfig."""
+    """The part of an accelerator that rings see; `sizes` are fields of a ParallelismConfig."""
 
     def __init__(self, mesh, **sizes):
         self.state = SimpleNamespace(

@@ -77,7 +77,7 @@ def assert_same_gradients(gradients, expected):
         assert float((gradients[name] - gradient).abs().max()) <= EXACT * largest, name
 
 
-# Plain and tied heads, scaled and capped ones, and layers with windows of their own.
+# Output layers that are plain, tied, scaled or capped; and layers with windows in the model.
 @pytest.mark.parametrize(("model_type", "kind"), [("cohere", "packed"), ("gemma2", "packed"), ("granite", "padded")])
 def test_it_is_the_divergence_of_a_plain_computation(model_type, kind, rng, tokens_at_once):
     model = student(model_type).train()
@@ -211,7 +211,7 @@ def test_what_cannot_be_distilled_is_refused(rng):
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 def test_exact_attention_is_that_of_the_model_without_patterns(model_type, rng):
-    """Layers with windows of their own keep these, whatever `patch_config` has set for them."""
+    """Layers with windows in the model keep them, whatever `patch_config` has set for these layers."""
     ids = batch(rng)["input_ids"]
     plain = with_large_weights(tiny_model(model_type, "eager")).eval()
     model = student(model_type).eval()

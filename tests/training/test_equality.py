@@ -140,7 +140,7 @@ def test_a_ring_of_two(name, programs):
 @pytest.mark.drawn
 @pytest.mark.parametrize("name", ON_FOUR)
 def test_four_processes(name, programs):
-    """Two rings of two, or one of four; `batch_size` is that of a ring."""
+    """Two rings of two, or one ring of four; `batch_size` counts the rows of a ring."""
     kind, data, changes = ON_FOUR[name]
     settings = {"ring_size": 2, "batch_size": 1, **changes}
     rings = 4 // settings["ring_size"]

@@ -55,7 +55,7 @@ def test_a_killed_process_ends_the_others_by_name(tmp_path, programs):
         run_ranks(killed, world_size, tmp_path, ring_size)
     for rank in range(world_size - 1):
         said = (tmp_path / f"error{rank}").read_text()
-        # The other ring may still be waiting when this one says who does not answer.
+        # The other ring may still wait when this ring names the process that does not answer.
         named = re.search(r"lost (?:process|one or more of the processes) \[?([\d, ]+)", said)
         assert named is not None, said
         assert str(world_size - 1) in named[1].replace(" ", "").split(",")
@@ -70,7 +70,7 @@ def test_an_error_of_the_program_itself_is_not_blamed_on_others(monkeypatch):
     monkeypatch.setattr(lost_processes, "_silent", lambda seconds: [1])
     with pytest.raises(RuntimeError, match=r"^cannot restore"), ra.naming_lost_processes():
         raise RuntimeError("cannot restore a tensor")
-    # Told once, however many contexts there are.
+    # Named once, in any number of contexts.
     told_once = r"^lost process 1 ((?!lost).)*gloo: timed out$"
     with pytest.raises(RuntimeError, match=told_once), ra.naming_lost_processes(), ra.naming_lost_processes():
         raise RuntimeError("gloo: timed out")

@@ -189,7 +189,7 @@ def test_the_own_checkpointing_of_fsdp_finds_the_documents_of_a_hybrid():
 
 @pytest.mark.parametrize("options", [RECOMPUTED, KEPT])
 def test_a_stock_trainer(options, tmp_path, calls):
-    """Its model has been told before: arguments with a function are no JSON, which loggers write."""
+    """The model gets the function beforehand: the Trainer's arguments must be JSON for loggers, without a function."""
     model = ra.patch_model(tiny_llama())
     checkpoint_activations(model, options)
     args = TrainingArguments(str(tmp_path), **PLAIN_STEPS, max_steps=1, per_device_train_batch_size=1)
@@ -199,7 +199,7 @@ def test_a_stock_trainer(options, tmp_path, calls):
 
 
 def test_arguments_with_a_function_are_no_json(tmp_path):
-    """What the guide says of `context_fn` in a stock Trainer's arguments."""
+    """As the guide warns about `context_fn` in a stock Trainer's arguments."""
     args = TrainingArguments(str(tmp_path), **PLAIN_STEPS, **{f"{CHECKPOINTING}_kwargs": KEPT})
     with pytest.raises(TypeError, match="not JSON serializable"):
         args.to_json_string()

@@ -16,7 +16,7 @@ def step(rank):
     ids = torch.randint(1, 97, (TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
     row = {"input_ids": ids, "labels": ids}
     figures = loop(rank, ring_size=4, rows=[row], steps=1, pattern=ra.Pattern.pyramid(512, levels=3), shuffle=False)
-    # Not ru_maxrss, which begins with that of the process that started this one.
+    # Not ru_maxrss, which begins at the value of the parent process.
     peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return figures["losses"][0], int(peak[1]) * 1024
 

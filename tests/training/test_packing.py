@@ -22,7 +22,7 @@ NAMES = ["input_ids", "labels", "position_ids", "attention_mask"]
 
 
 def tokens_of(lengths):
-    """Documents whose tokens tell their document and their place in it."""
+    """Documents whose tokens encode their document and their place in it."""
     ids = [[1000 * number + place for place in range(length)] for number, length in enumerate(lengths)]
     return {"input_ids": ids, "assistant_masks": [[place % 2 for place in range(length)] for length in lengths]}
 
@@ -164,7 +164,7 @@ def test_padding_of_documents_does_not_fill_rows():
 def test_treatments_of_long_documents(strategy, expected):
     columns = tokens_of([10, 2, 0])
     for documents in (columns, Dataset.from_dict(columns), Dataset.from_dict(columns).to_iterable_dataset()):
-        # In buffers of one, the first of which has no row under "drop".
+        # Under "drop", the first buffer of size 1 yields no row.
         for buffer in (1, 3) if strategy == "drop" else (3,):
             packed = ra.pack_documents(documents, 4, buffer=buffer, excess_length_strategy=strategy)
             rows = packed["input_ids"] if isinstance(packed, dict) else [row["input_ids"] for row in packed]
@@ -210,7 +210,7 @@ def documents_alone(rng, count=7):
 
 @pytest.mark.parametrize(("pattern", "ranks"), [("window:6+2", 1), ("pyramid:4,2", 2)])
 def test_packed_documents_teach_what_each_alone_does(pattern, ranks, rng, in_float64):
-    """In rows, over a ring too, the loss and its gradients equal those of single documents."""
+    """Rows of packed documents, over a ring too, have the loss and gradients of single documents."""
     documents = documents_alone(rng)
     total, count, model = 0, 0, tiny_llama(None)
     ra.patch_model(model, pattern)

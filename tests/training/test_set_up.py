@@ -1,4 +1,4 @@
-"""What a launcher started and what Accelerate prepared, against the ring that is made of it."""
+"""Rings from the processes of a launcher and from the objects that Accelerate prepared."""
 
 import os
 from types import SimpleNamespace
@@ -43,7 +43,7 @@ def test_an_accelerator_without_the_other_processes_names_what_brings_them(monke
 
 
 def counted(rank, ring_size):
-    """What an accelerator says and does over rings of this size."""
+    """The counts and effects of an accelerator over rings of this size."""
     process_environment(rank, 4)
     accelerator = Accelerator()
     ring = ra.Ring.from_accelerator(accelerator, size=ring_size)
@@ -81,7 +81,7 @@ def test_an_accelerator_counts_rings(programs):
 
 
 def differing(rank, folder):
-    """What an accelerator over two rings of two says where the ranks of a ring differ."""
+    """The errors of an accelerator over two rings of two where the ranks of a ring differ."""
     process_environment(rank, 4)
     accelerator = Accelerator()
     ra.Ring.from_accelerator(accelerator, size=2)
@@ -160,7 +160,7 @@ def test_local_sgd_is_refused(programs):
 
 
 def orders(rank, ring_size, with_generator):
-    """The first tokens that this process reads in two epochs, shuffled by a random state of its own."""
+    """The first tokens that this process reads in two epochs, shuffled by its random state."""
     process_environment(rank, 4)
     accelerator = Accelerator()
     ra.Ring.from_accelerator(accelerator, size=ring_size)

@@ -1,4 +1,4 @@
-"""The rows of TRL's SFT over a ring: tokens that it cuts off are told, and packed rows that it would mix are refused."""
+"""The rows of TRL's SFT over a ring: a warning names the tokens that it cuts off; packed rows that it would mix are refused."""
 
 import pytest
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments, default_data_collator

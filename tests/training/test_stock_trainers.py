@@ -78,7 +78,7 @@ def with_metrics(folder, ring_size):
 
 
 class FocalTrainer(Trainer):
-    """A loss of its own, from logits."""
+    """Computes another loss, from logits."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         labels = inputs.pop("labels")
@@ -117,7 +117,7 @@ def classifier(folder, ring_size):
 
 
 def accelerate_loop(folder, ring_size):
-    """A loop with accumulation and a schedule, which goes on in the middle of an epoch from what it has saved."""
+    """A loop with accumulation and a schedule, which resumes from its checkpoint in the middle of an epoch."""
 
     def begun():
         settings = DataLoaderConfiguration(use_seedable_sampler=True)
@@ -156,7 +156,7 @@ def accelerate_loop(folder, ring_size):
 
 
 def by_trl(name, folder, ring_size, rows, model=None, changes=None, **more):
-    """What a Trainer of TRL learns from these rows."""
+    """Trains on these rows with a Trainer of TRL."""
     module = importlib.import_module("trl")
     kind, ring = over(getattr(module, f"{name}Trainer"), ring_size)
     args = getattr(module, f"{name}Config")(**settings(folder, **(changes or {"max_length": 64})))

@@ -158,7 +158,7 @@ def test_a_loop_whose_processes_read_for_themselves(tmp_path, programs):
 
 
 def drawn(rank):
-    """What a rank draws after each batch, if the first process draws numbers for a batch of a stream."""
+    """The random numbers of a rank after each batch, if the first process draws numbers for a batch of a stream."""
     process_environment(rank, 4)
     accelerator = Accelerator()
     ring = ra.Ring.from_accelerator(accelerator, 2)

@@ -42,7 +42,7 @@ def zero(rank, stage):
         config={
             "train_micro_batch_size_per_gpu": 1,
             "zero_optimization": {"stage": stage},
-            "gradient_clipping": 1e9,  # DeepSpeed clips to 1 where nothing is said
+            "gradient_clipping": 1e9,  # DeepSpeed clips to 1 by default.
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
         },
