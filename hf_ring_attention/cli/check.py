@@ -33,7 +33,7 @@ def add_check(parser: Parser) -> None:
 
 
 def check_command(args: Namespace) -> int:
-    """Check processes, links and attention before a long job, by its own launcher.
+    """Check processes, links and attention before a long job, by the job's launcher.
 
     One verdict a line, and what to do about each failure. The exit status is 0 if nothing failed. Attention, a training step
     and generation are compared with one process, at small sizes.

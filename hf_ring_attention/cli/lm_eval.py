@@ -1,4 +1,4 @@
-"""`hf-ring-attention lm-eval`: lm-evaluation-harness, with the model "ring_dilated" beside its own."""
+"""`hf-ring-attention lm-eval`: lm-evaluation-harness, with the model "ring_dilated" added to its models."""
 
 from __future__ import annotations
 
@@ -41,6 +41,6 @@ def lm_eval_command(words: list[str]) -> None:
 
     from ..evaluation import lm_harness  # noqa: F401
 
-    # The harness reads its arguments from here, and inserts "run" if there is no subcommand.
+    # The harness reads its arguments from here, and inserts "run" if the subcommand is missing.
     sys.argv = ["lm_eval", *words]
     cli_evaluate()

@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
         words = sys.argv[1:] if arguments is None else arguments
         if words[:1] == ["lm-eval"] and not {*words[1:]} & {"-h", "--help"}:
             prog = f"{PROGRAM} lm-eval"
-            lm_eval.lm_eval_command(words[1:])  # lm-evaluation-harness reads its own options.
+            lm_eval.lm_eval_command(words[1:])  # lm-evaluation-harness reads these options.
             sys.exit(0)
         args = command_parser().parse_args(words)
         prog = args.prog

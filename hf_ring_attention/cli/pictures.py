@@ -48,7 +48,7 @@ class VisiblePairs:
 def visible_pairs(
     pattern: Pattern, length: int, bins: int, *, head: int | None = None, num_heads: int = 1, num_kv_heads: int = 1
 ) -> VisiblePairs:
-    """Returns the pairs that one head sees, or that all heads see together if `head` is None.
+    """Returns the pairs that one head sees, or without `head` the pairs that all heads see together.
 
     Of heads with different patterns, a square has the share of the pattern that shows the most of it.
     """

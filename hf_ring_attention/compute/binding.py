@@ -146,5 +146,5 @@ def _padded(parts: Sequence[IndexRows]) -> IndexRows:
 
 
 def bind_own(problem: Problem, rank: int, device: torch.device, joining: Hashable) -> Work:
-    """Binds the tiles of `rank` with its own keys, or with the keys that it holds in a cache."""
+    """Binds the tiles of `rank` with its keys, or with the keys that it holds in a cache."""
     return Binder(problem, device, joining).own(tiles_from(problem, rank, rank), range(problem.num_kv_heads))

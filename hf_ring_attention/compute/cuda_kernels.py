@@ -93,7 +93,7 @@ def _aligned(x: Tensor, width: int) -> Tensor:
 class CudaEfficient(MaskedKernel):
     """torch's memory-efficient attention for CUDA, also for float32, and for any head size; it takes bands as stretches.
 
-    The operator has no grouped heads, so it runs once for each member of the groups, on the same keys. Its backward ignores
+    The operator lacks grouped heads, so it runs once for each member of the groups, on the same keys. Its backward ignores
     the strides of out, so out must be stored as its forward stores it.
     """
 

@@ -111,7 +111,7 @@ def check(library: str, found: Mapping[str, Any] | None = None) -> None:
 
 
 def version_of(x: Tensor) -> int:
-    """Returns how often a tensor was written to; 0 for an inference tensor, which has no ._version."""
+    """Returns how often a tensor was written to; 0 for an inference tensor, which lacks ._version."""
     return 0 if x.is_inference() else x._version
 
 

@@ -91,7 +91,7 @@ class RingLM(HFLM):
             whole_model(self._model, "ring_dilated")
         own = attachment_of(unwrapped(self._model)).ring
         patch_model(self._model, chosen, ring=ring if ring.world_size > 1 else own)
-        # To the harness, a ring is one worker, which answers its own share of the requests. Its accelerator counts rings, too.
+        # To the harness, a ring is one worker, which answers a share of the requests. Its accelerator counts rings, too.
         self._rank, self._world_size = ring.dp_rank, ring.dp_size
         if ring.accelerator is not None:
             self.accelerator = ring.accelerator
@@ -104,7 +104,7 @@ class RingLM(HFLM):
         return objects if self.rank == dst else None
 
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Refuses a cache of answers on a ring: each rank would have its own, and they would answer different requests."""
+        """Refuses a cache of answers on a ring: the ranks' caches would differ, so ranks would compute different requests."""
         if self.ring.world_size > 1:
             raise ValueError(
                 "ring_dilated: --use_cache gives each process its own answers, but the ranks of a ring must compute the same "

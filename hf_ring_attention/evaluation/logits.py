@@ -86,7 +86,7 @@ def check_finite(losses: Tensor, model: PreTrainedModel, caller: str) -> None:
 def _whole_weights(model: nn.Module, module: nn.Module | None) -> Iterator[None]:
     """Lets all processes call a module inside a model by itself, if a module around it holds its weights by FSDP 2."""
     around = [x for x in model.modules() if isinstance(x, FSDPModule) and any(inner is module for inner in x.modules())]
-    if not around or around[-1] is module:  # Its own call gathers its weights.
+    if not around or around[-1] is module:  # The module's call gathers its weights.
         yield
         return
     around[-1].unshard()

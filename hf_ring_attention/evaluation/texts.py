@@ -23,7 +23,7 @@ class TokenizedText:
 
 
 def tokenized_text(text: str, tokenizer: Any, count: int | None) -> TokenizedText:
-    """Returns `count` tokens of a text, opening tokens included; fewer if the text is shorter, and all if it is None."""
+    """Returns `count` tokens of a text, opening tokens included; fewer if the text is shorter, and with None all of them."""
     # A prefix has at least `count` tokens; all but its last few are also tokens of the whole text.
     part, opening = text if count is None else text[: 40 * count + 1000], opening_tokens(tokenizer)
     places = bool(getattr(tokenizer, "is_fast", False))

@@ -216,7 +216,7 @@ def patch_config(
         pattern: what the layers compute, as a `Pattern` or its text; or a list with one for each layer, or a `Calibration`
             or the name of its .json file, which replace the patterns of all layers.
         layers: the numbers of the layers, while others keep their patterns; None for every layer without a window or chunks
-            of its own, whatever patterns layers had before.
+            in the model, whatever patterns layers had before.
 
     Returns:
         The config.
@@ -269,7 +269,7 @@ def _checked_layers(layers: Iterable[int] | None, count: int) -> Iterator[int]:
 
 
 def _check_calibration(calibration: PatternsOfLayers, config: PretrainedConfig) -> None:
-    """Refuses a calibration of another model: it has a pattern for each layer that has no window or chunks in the model."""
+    """Refuses a calibration of another model: it must have a pattern for each layer without a window or chunks."""
     name, count, types = class_name(config), config.num_hidden_layers, getattr(config, "layer_types", None) or ()
     needed = {number for number, kind in enumerate(types) if kind == "full_attention"}
     if not types and config.model_type not in MIXERS and not _has_windows(config):
@@ -284,7 +284,7 @@ def _check_calibration(calibration: PatternsOfLayers, config: PretrainedConfig) 
 
 
 def _has_windows(config: PretrainedConfig) -> bool:
-    """Returns whether layers may have windows, or chunks, of their own."""
+    """Returns whether layers may have windows or chunks in the model."""
     types = getattr(config, "layer_types", None)
     if types:
         return any(kind in _WINDOWS for kind in types)

@@ -68,14 +68,14 @@ class ForwardPass:
 
     runner: Any  # the decoder, whose config the masks and layers have; or a layer that is called outside of its model's call
     module: Any  # the module that was called: a model with its head, its base model, or the decoder of this
-    ring: Ring  # that of `patch_model`; a ring of this process if there is none, or if the call has its own cache
+    ring: Ring  # the ring of `patch_model`; without it, or with a whole cache, a ring of this process only
     call: RingCall
     patterns: Patterns
     exact: bool = False  # whether its layers attend as they did before the model had patterns
     rows: WholeRows | None = None  # None in a step of generation
     held: HeldKeys | None = None  # the keys in the cache of this rank, in a step against a sharded cache
     skipped: tuple[int, ...] = ()  # by layer, as `tokens_skipped` returns it
-    whole: bool = False  # whether every rank computes whole rows by itself, because the call has its own cache
+    whole: bool = False  # whether every rank computes whole rows by itself, because the call has a whole cache
     cacheless: bool = False  # whether the caller asked for no cache
     #: Makes what the head gets of this rank's last hidden states [B, n local, width]; None for those of whole rows.
     join_last: Callable[[Tensor], Tensor] | None = None

@@ -2,7 +2,7 @@
 
 A graph holds only tensors and constants. So the operator `begin` finds the rows of a call when the graph runs, and returns
 their number, which takes the place of the mask; `attend` looks up the rest by it. Calls that need more than this (a cache,
-images, recurrent layers, a loss of one's own, the heads transport) break the graph, and run as they do without one.
+images, recurrent layers, a user's loss, the heads transport) break the graph, and run as they do without one.
 """
 
 from __future__ import annotations

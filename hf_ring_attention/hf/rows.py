@@ -61,7 +61,7 @@ def documents_from_mask(mask: Tensor) -> Documents:
 
 
 def rows_of_call(runner: nn.Module, tokens: Tensor, arguments: Mapping[str, Any], divided: bool = False) -> WholeRows:
-    """Returns the rows of a call without a cache; their documents are None if only the mask describes whole rows.
+    """Returns the rows of a call without a cache; without documents if only the mask describes whole rows.
 
     Args:
         arguments: with `position_ids` [B or 1, n] or [axes, B or 1, n], a document begins where they restart at the decoder's

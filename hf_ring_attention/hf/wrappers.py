@@ -98,7 +98,7 @@ def whole_model(model: Any, caller: str) -> PreTrainedModel:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Sets evaluation mode; afterwards each module returns to its own mode."""
+    """Sets evaluation mode; afterwards each module returns to the mode that it had."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -126,7 +126,7 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
 
 
 def class_of_transformers(module: nn.Module) -> type:
-    """Returns the class of a module as Transformers defines it, or its own; FSDP 2 makes a class for each module it shards."""
+    """Returns Transformers' class of a module, else the module's class; FSDP 2 makes a class for each module it shards."""
     kinds = type(module).__mro__
     return next((kind for kind in kinds if kind.__module__.startswith("transformers.")), kinds[0])
 
@@ -142,7 +142,7 @@ def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 def tokens_in(arguments: Mapping[str, Any]) -> Tensor | None:
-    """Returns the tokens [B, n] or embeddings [B, n, width] among the arguments of a model; None if there are none."""
+    """Returns the tokens [B, n] or embeddings [B, n, width] among the arguments of a model; else None."""
     return next((arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None), None)
 
 

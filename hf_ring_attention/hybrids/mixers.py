@@ -2,8 +2,8 @@
 
 A state must end with its document, and padding must not enter it. So a mixer of a patched model runs on each document
 separately. Documents of about the same length run together, padded behind, because no mixer looks ahead. Over a ring, each rank
-runs its own tokens, and states pass from rank to rank (`states.py`). Two mixers (MiniMax, RecurrentGemma) cannot pass their
-state: every rank gathers the rows, and runs the documents of its own tokens up to its last token.
+runs its tokens, and states pass from rank to rank (`states.py`). Two mixers (MiniMax, RecurrentGemma) cannot pass their
+state: every rank gathers the rows, and runs the documents of its tokens up to its last token.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class _ByDocuments:
         return (out, None) if self.name in _RETURN_TUPLES and isinstance(out, Tensor) else out
 
     def output(self, hidden: Tensor, kwargs: dict[str, Any]) -> Any:
-        """Returns the output of the mixer, as a tensor or as its own forward returns it."""
+        """Returns the output of the mixer, as a tensor or as the mixer's forward returns it."""
         ring, now = attachment_of(self.module).ring, forward_pass_of(self.config)
         if ring is not None and ring.world_size > 1 and not (now is not None and now.whole):
             if now is None:
@@ -154,7 +154,7 @@ class _ByDocuments:
     def over_ring(self, ring: Ring, now: ForwardPass, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """Returns the outputs of this rank's tokens, from passed states or from gathered rows.
 
-        Of gathered rows, a rank runs only the tokens that its own tokens depend on. With a sharded cache it runs all of them,
+        Of gathered rows, a rank runs only the tokens that its tokens depend on. With a sharded cache it runs all of them,
         because generation continues from the state behind the last token. Other caches are the model's own, and no later call
         may use them.
         """
@@ -181,7 +181,7 @@ class _ByDocuments:
         return ring.shard(self.apart(ring.unshard(hidden, layout), pieces, kwargs, sharded is not None), layout)
 
     def by_states(self, ring: Ring, now: ForwardPass, hidden: Tensor, kwargs: dict[str, Any], cache: Any) -> Tensor:
-        """Returns the outputs of this rank's tokens from its own tokens and from the states before them.
+        """Returns the outputs of this rank's tokens from these tokens and from the states before them.
 
         A sharded cache gets the states behind all tokens; then each row is one document.
         """

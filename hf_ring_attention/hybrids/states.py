@@ -2,7 +2,7 @@
 
 A *run* is a stretch of a document whose tokens follow each other on one rank. A run turns the state S before it into M S + U,
 and its outputs are the outputs for S = 0 plus a part that reads S. So every rank computes M and U of its runs at once, one
-small gather brings them to all ranks, and each rank combines the runs before its own. A causal convolution needs the last
+small gather brings them to all ranks, and each rank combines the runs before its runs. A causal convolution needs the last
 inputs of the run before. The bytes do not depend on the length of runs.
 
 Mixers call the functions that take states by name. So a clone of the mixer's forward runs, in which these names are functions
@@ -74,7 +74,7 @@ class StatesBehind:
 
 @dataclass
 class Chain:
-    """The runs that states pass along. Each rank computes its own runs in one batch."""
+    """The runs that states pass along. Each rank computes its runs in one batch."""
 
     ring: Ring
     runs: list[StateRun]  # of all ranks, in the order of the whole rows; `StateRun.before` is an index into this list
@@ -111,7 +111,7 @@ class Chain:
 
 
 def chain_of(ring: Ring, runs: Sequence[StateRun], rows: int, behind: StatesBehind | None = None) -> Chain | None:
-    """Returns the chain of the runs that are not whole documents, or with `behind` of all runs; None if it has no runs."""
+    """Returns the chain of the runs that are not whole documents, or with `behind` of all runs; None for an empty chain."""
     linked, most = linked_runs(runs, behind is not None)
     if not linked:
         return None
@@ -300,7 +300,7 @@ _NOT_PASSED = ("MiniMaxLightningAttention", "RecurrentGemmaRecurrentBlock")
 def passing_forward(mixer_class: type) -> Callable[..., Any] | None:
     """Returns a clone of a mixer's forward that passes states along the running chain; None if its states cannot pass.
 
-    The clone has the code of the mixer's forward and its own namespace, which replaces the functions that take states. All
+    The clone has the code of the mixer's forward and a new namespace, which replaces the functions that take states. All
     other names are looked up in the namespace of Transformers, which stays unchanged.
     """
     forward = inspect.unwrap(vars(mixer_class)["forward"])

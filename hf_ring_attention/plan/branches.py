@@ -99,7 +99,7 @@ class _Dilated(_Branch):
 class Segment(_Dilated):
     """Blocks of `length` tokens that attend inside themselves, every `dilation`-th token (LongNet, arXiv 2307.02486, 2.2).
 
-    A query sees a key of its own block (`query // length == key // length`) whose position has the head's phase modulo
+    A query sees a key of its block (`query // length == key // length`) whose position has the head's phase modulo
     `dilation`. With `queries="dilated"` only queries of that same residue take part; with `"all"` every query does.
     `length=None` is one block, the whole document. Lengths are in tokens.
 

@@ -37,7 +37,7 @@ ASKED_FOR = "it was asked for"
 #: The kernels that a caller may ask for; "auto" takes the first of `kernel_choice.kernel_candidates`.
 KernelSetting = Literal["auto", "fused", "flash", "cudnn", "efficient", "math"]
 
-#: If a rank's remote keys are at most this share of its own keys, the collective holds little, whatever the length.
+#: If a rank's remote keys are at most this share of its local keys, the collective holds little, whatever the length.
 COLLECTIVE_SHARE = 0.25
 
 
@@ -116,7 +116,7 @@ def decide_layout(
 ) -> tuple[SequenceLayout, Decision]:
     """Returns the layout of a batch, and its kind with the reason: the kind asked for, or with "auto" a balanced one.
 
-    Documents are None for one document a row. If all ranks exchange heads, they have equal work in every layout.
+    Without documents, each row is one document. If all ranks exchange heads, they have equal work in every layout.
     """
     if kind == "documents" and documents is not None:
         return balanced_layout(seq_len, world_size, pattern, documents), Decision(kind, ASKED_FOR)

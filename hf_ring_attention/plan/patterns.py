@@ -214,7 +214,7 @@ class Pattern:
         return cls((*_sinks("Pattern.pyramid", sinks), *windows))
 
     def phase(self, head: int, *, num_heads: int, num_kv_heads: int) -> int:
-        """Returns the phase of a query head: its key/value head's index or its own, by `phase_by`."""
+        """Returns the phase of a query head: the index of its key/value head or of itself, by `phase_by`."""
         kv_head = head // (num_heads // num_kv_heads)
         return kv_head if self.of_kv_head(kv_head).phase_by == "kv_head" else head
 

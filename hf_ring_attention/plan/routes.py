@@ -94,7 +94,7 @@ class Lap:
 
     heads: range
     direction: int  # 1 if rank i sends to rank i + 1, -1 if it sends to rank i - 1
-    with_own: bool  # whether ranks compute with their own keys of these heads in this lap
+    with_own: bool  # whether ranks compute with their local keys of these heads in this lap
     routes: tuple[tuple[Hop, ...], ...]  # for each source rank the hops of its rows, up to the last rank that needs one
 
     def of_heads(self, heads: range) -> Lap:
@@ -108,7 +108,7 @@ class Lap:
         return max(map(len, self.routes))
 
     def source(self, rank: int, step: int) -> int:
-        """Returns the rank whose rows `rank` holds at a step; at step 0 its own."""
+        """Returns the rank whose rows `rank` holds at a step; `rank` itself at step 0."""
         return (rank - step * self.direction) % len(self.routes)
 
     def hop(self, rank: int, step: int) -> Hop | None:

@@ -245,7 +245,7 @@ class BranchOfPhase:
                     starts.add(0)
         for cover in covers:
             if cover.queries == "dilated" and cover.dilation > 1:
-                # Queries that took part in it already see its keys, unlike their neighbours: each is its own fold.
+                # Queries that took part in it already see its keys, unlike their neighbours: each is a separate fold.
                 for taking_part in range(self.residue % cover.dilation, self.dilation, cover.dilation):
                     starts |= {taking_part, (taking_part + 1) % self.dilation}
         return sorted(starts) or [0]

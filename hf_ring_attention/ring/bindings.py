@@ -128,7 +128,7 @@ class Bindings:
 
     @contextmanager
     def _beside_calls(self, device: torch.device) -> Iterator[None]:
-        """A context of work that waits for no call's work on the device, and ends when its own work there is done."""
+        """A context of work that waits for no call's work on the device, and ends when the work inside is done there."""
         if device.type != "cuda":
             yield
             return

@@ -124,7 +124,7 @@ def _wrong_size(size: Any, world_size: int) -> str | None:
 
 
 def _wrong_accelerator(accelerator: Any, size: int | None, rings: DeviceMesh | None) -> str | None:
-    """Returns the error of an accelerator that cannot have rings of `size` ranks, such as its own mesh has; None if it can."""
+    """Returns the error of an accelerator that cannot have rings of `size` ranks or of its mesh; None if it can."""
     config, mesh, loading = accelerator.parallelism_config, accelerator.torch_device_mesh, accelerator.dataloader_config
     sp_size, tp_size, cp_size = (getattr(config, name, 1) for name in ("sp_size", "tp_size", "cp_size"))
     if sp_size > 1:

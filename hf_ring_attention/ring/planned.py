@@ -52,9 +52,9 @@ def planned_call(
     with_lse: bool = False,
     recorded_in_graph: bool | None = None,
 ) -> Planned:
-    """Returns the planned call that is equal; if there is none yet, checks the call on all ranks and plans it.
+    """Returns the planned call that is equal; for a new call, checks it on all ranks and plans it.
 
-    With keys from a cache, every rank of a ring has the same queries and its own part of the keys. Ranks merge their results,
+    With keys from a cache, every rank of a ring has the same queries and a part of the keys. Ranks merge their results,
     so one row of (out, lse) moves for each query and rank, whatever the length of the cache.
 
     Args:
@@ -92,7 +92,7 @@ def planned_call(
     with ring.agreement(FORWARD, by_digest=True) as agreed:
         _check_tensors(q, k, v, softcap, sinks)
         if call is not None:
-            planned = Planned(ring, call)  # Its errors name an argument that has no hash.
+            planned = Planned(ring, call)  # Its errors name an argument without a hash.
         if refused is not None:
             raise refused
         assert call is not None and planned is not None

@@ -95,7 +95,7 @@ def _side_by_side(local: Tensor, ring: int, dim: int, number: int = 0) -> Tensor
 
 
 def _to_owners(local: Tensor, ring: int, dim: int, number: int = 0) -> Tensor:
-    """Sends gradients to their owners; each rank adds the gradients of its own part in the order of the ranks."""
+    """Sends gradients to their owners; each rank adds the gradients of its part in the order of the ranks."""
     communicator, size = RINGS[ring].communicator, RINGS[ring].world_size
     assert communicator is not None
     RINGS[ring].calls.compare_backward(number)

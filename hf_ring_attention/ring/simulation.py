@@ -28,7 +28,7 @@ def simulate(
 ) -> list[Ring]:
     """Returns the rings of all ranks, in this process; each needs a separate thread, as in `run_simulated`.
 
-    They compute the same as processes would, on the device of the tensors; they are no faster than one rank.
+    They compute the same as processes would, on the device of the tensors, and take as long as one rank or longer.
 
     Args:
         layout, transport, heads, kernel: as for `Ring`.

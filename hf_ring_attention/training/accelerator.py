@@ -58,7 +58,7 @@ class RingAccelerator(Accelerator):
 
     @contextmanager
     def profile(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """Profiles as Accelerate does; each process writes its own trace."""
+        """Profiles as Accelerate does; each process writes a trace."""
         with self._counting(processes=False), super().profile(*args, **kwargs) as profiler:
             yield profiler
             self._counts_processes = True  # The name of the trace has the number of the process.
@@ -119,7 +119,7 @@ class RingAccelerator(Accelerator):
         return prepared
 
     def step_schedules_by_rings(self) -> None:
-        """Makes the schedules that were prepared step once for each ring; DeepSpeed steps its own once for each step."""
+        """Makes prepared schedules step once for each ring; DeepSpeed's schedules step once for each step."""
         for schedule in self._schedulers:
             if type(schedule) in (AcceleratedScheduler, _RingScheduler):
                 schedule.__class__ = _RingScheduler
@@ -160,7 +160,7 @@ class RingAccelerator(Accelerator):
 
 
 class _RingScheduler(AcceleratedScheduler):
-    """A schedule that steps once for each ring, which has read a batch of its own."""
+    """A schedule that steps once for each ring, as each ring has read a different batch."""
 
     rings: int
 

@@ -24,7 +24,7 @@ from ..hf.wrappers import ATTACHMENT, evaluating, unwrapped, whole_model, wrappe
 def distillation_loss(
     model: nn.Module, batch: Mapping[str, Any], num_items_in_batch: Tensor | int | None = None
 ) -> Tensor:
-    """Returns the mean divergence of a model's predictions from its own under exact attention.
+    """Returns the mean divergence of a model's predictions from its predictions under exact attention.
 
     The divergence of a token is KL(p || q) = sum p log(p / q) over the vocabulary, in nats. The teacher p predicts with exact
     attention and without gradients, the student q with the model's pattern. The teacher of a model with adapters of PEFT is
@@ -42,7 +42,7 @@ def distillation_loss(
     Raises:
         ValueError: a model that `patch_model` has not patched, that does not predict next tokens, or that has virtual tokens
             of PEFT; or a batch without labels.
-        NotImplementedError: a model that computes with its logits beyond each number, such as a softmax of its own.
+        NotImplementedError: a model that computes with its logits beyond each number, such as a softmax in its forward.
 
     Example:
         >>> model, ids = ra.patch_model(tiny_llama(), "window:4+2"), torch.arange(1, 33)[None]

@@ -164,7 +164,7 @@ def _tokens_and_labels(document: Mapping[str, Any], who: str) -> tuple[np.ndarra
 def best_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
     """Returns the numbers of the documents of each row: longest first, each into the fullest row that has room for it.
 
-    Rows are in the order of their first documents, and the documents of a row in their own order.
+    Rows are in the order of their first documents, and the documents of a row keep their order.
     """
     rows: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (tokens left, number of the row) of rows that are not full, in ascending order

@@ -47,7 +47,7 @@ class RingTrainingArguments(TrainingArguments):
 
     Args:
         ring_size: processes that share each sequence, a divisor of their number; rings are data parallel. Several processes
-            need it: 1 makes each process a ring of its own. `parallelism_config=ParallelismConfig(cp_size=N)` means
+            need it: 1 makes each process a separate ring. `parallelism_config=ParallelismConfig(cp_size=N)` means
             ring_size=N; Accelerate's own context parallelism, which needs FSDP 2 and drops masks, then takes no part.
         ring_layout: "auto", "contiguous", "zigzag" or "documents".
         ring_transport: "auto", "ring", "collective", "heads" or "local".
@@ -88,7 +88,7 @@ class RingTrainerMixin(_Trainer):
 
     Args:
         ring_size, ring_layout, ring_transport, ring_heads, ring_kernel, ring_keep_attention, offload_activations: as in
-            `RingTrainingArguments`, for Trainers with arguments of their own.
+            `RingTrainingArguments`, for Trainers with another class of arguments.
 
     Raises:
         ValueError: on every process, at set-up: no ring size for several processes, or one that does not divide their number; a

@@ -36,7 +36,7 @@ def _digest_of_call(call: tuple[Any, ...]) -> int:
 
 
 def is_alone(communicator: Communicator | None) -> bool:
-    """Returns whether a rank has no other rank to compare its calls with."""
+    """Returns whether a rank lacks other ranks to compare its calls with."""
     return communicator is None or communicator.world_size == 1
 
 

@@ -22,7 +22,7 @@ from .transports import Link, Step, StepGradients, Traffic
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveBinding:
-    """The work of a rank around one exchange of rows: tiles with its own keys, and tiles with the keys that arrive."""
+    """The work of a rank around one exchange of rows: tiles with local keys, and tiles with the keys that arrive."""
 
     own: Work
     remote: Work
@@ -42,7 +42,7 @@ def bind_collective(problem: Problem, rank: int, device: torch.device, joining: 
     ranks = range(layout.world_size)
     send, receive = [rows_for(peer, rank) for peer in ranks], [rows_for(rank, peer) for peer in ranks]
     # Rows arrive by source, and by their number there; tiles number them as in the whole sequence.
-    whole = [receive[rank]]  # It needs none of its own.
+    whole = [receive[rank]]  # empty: a rank sends nothing to itself
     for peer, numbers in enumerate(receive):
         if not len(numbers):
             continue

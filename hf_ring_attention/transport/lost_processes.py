@@ -29,7 +29,7 @@ def naming_lost_processes(seconds: float = 5.0) -> Iterator[None]:
     """Names the processes that no longer answer when communication fails inside; it is a context or a decorator.
 
     A process that meets such an error leaves an entry in the process group's store, and waits for the entries of the others:
-    one that was killed, stalls, or ended by its own error leaves none. Without a process group, the error names this process.
+    a process that was killed, stalls, or ended by another error leaves none. Without a group, the error names this process.
 
     Args:
         seconds: the time to wait for the others.

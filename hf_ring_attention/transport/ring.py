@@ -29,7 +29,7 @@ class RingStep:
     """One step of a rank in a lap: its work, and the rows that arrive for it and leave."""
 
     work: Work
-    number: int  # hops between this rank and the owner of the rows that it holds; 0 for its own rows
+    number: int  # hops between this rank and the owner of the rows that it holds; 0 for local rows
     of: int  # steps of the lap
     source: int  # the owner of the rows
     following: int  # the neighbour that rows go to
@@ -64,7 +64,7 @@ def _with_payload(binder: Binder, batches: tuple[TileBatch, ...], heads: range, 
 def bind_ring(problem: Problem, rank: int, device: torch.device, joining: Hashable) -> RingBinding:
     """Binds the steps of `rank` round the ring."""
     laps = ring_laps(problem)
-    if not any(lap.steps for lap in laps):  # A rank that needs no keys of others may still have to send its own.
+    if not any(lap.steps for lap in laps):  # A rank that needs no keys of others may still have to send keys.
         return RingBinding((), bind_own(problem, rank, device, joining))
     return RingBinding(tuple(step for lap in laps for step in _lap_steps(problem, rank, device, joining, lap)))
 

@@ -152,7 +152,7 @@ class MessagePool:
             self.free.append(rows.buffer)
 
     def pack(self, rows: MessageRows, *selections: RowSet) -> list[MessageRows]:
-        """Returns each selection of the rows as a message; a selection of all rows is their own message."""
+        """Returns each selection of the rows as a message; a selection of all rows is their message as it is."""
         for i, selection in enumerate(selections):
             if selection.index is None and selection.runs is None and rows.buffer is not None:
                 return [rows if j == i else rows._replace(message=rows.message[:0]) for j in range(len(selections))]

@@ -94,8 +94,8 @@ class Transport(Protocol):
 class Link:
     """The exchanges of one call. It counts their bytes; their errors name the call, the step and this rank.
 
-    Peers are numbered among `members`, some ranks, ascending; None for all ranks. Each rank is in one such part of all ranks,
-    and all make the same exchanges, each in its own part.
+    Peers are numbered among `members`, some ranks, ascending; None for all ranks. Every rank is in exactly one
+    such group, and all groups make the same exchanges at the same time.
     """
 
     def __init__(

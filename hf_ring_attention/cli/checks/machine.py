@@ -36,7 +36,7 @@ _DECISIVE = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NVIDIA_TF32_OVERRIDE", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG",
     "NCCL_", "TORCH_NCCL_", "GLOO_", "PYTORCH_", "ACCELERATE_MIXED_PRECISION",
 )  # fmt: skip
-#: Parts of the names of those that hosts may set each in their own way.
+#: Parts of the names of variables that may differ between hosts.
 _OF_A_HOST = ("IFNAME", "_HCA", "DEBUG", "TOPO_FILE")
 #: A link is slow if it takes so many times as long as the median of its kind.
 _SLOW = 4

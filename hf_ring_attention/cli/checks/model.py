@@ -73,7 +73,7 @@ def _figures_of_step(model: Any, batch: dict[str, torch.Tensor], averaged: bool)
     loss = model(**batch, use_cache=False).loss
     loss.backward()
     parameters = list(model.parameters())
-    # An expert that no token of this rank went to has no gradient.
+    # An expert gets a gradient only if a token of this rank went to it.
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     for gradient in gradients if averaged and dist.is_initialized() else ():
         dist.all_reduce(gradient)
@@ -90,8 +90,8 @@ def _figures_of_step(model: Any, batch: dict[str, torch.Tensor], averaged: bool)
 def measure_generation(run: CheckRun) -> dict[str, Any]:
     """Generates tokens with the tiny model after a sharded prefill, and compares their logits with one process.
 
-    That process has no cache, so that an error in caches shows. But if the last tokens of a document see every key, a pass over
-    all tokens has other last tokens than the steps had, so that process takes the same steps.
+    That process runs without a cache, so that an error in caches shows. But if the last tokens of a document see every key, a
+    pass over all tokens has other last tokens than the steps had, so that process takes the same steps.
     """
     ids, (model, alone) = _rows_of_check(run), _models(run)
     logits = _logits_of_new_tokens(model, ids, cache_argument(_prefilled(model, ids)))

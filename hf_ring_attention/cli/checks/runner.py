@@ -1,8 +1,8 @@
 """Runs checks one after another on all processes of a launch: every process measures, and judges the answers of all.
 
 Answers travel over the store by which the processes found each other, which takes no part in the communication that is
-checked. A measurement runs in a thread of its own, so that a process whose measurement hangs still answers. A process without
-an answer is gone.
+checked. A measurement runs in a separate thread, so that a process whose measurement hangs still answers. A process without an
+answer is gone.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CheckRun:
         self.device: Any = None  # set by the check "launch", which makes the process groups
         self.group: Any = None  # likewise; of a ring, None for all processes
         self.facts: dict[str, Any] = {}  # what earlier checks leave for later ones, by name
-        # Answers have a connection of their own: a process group that waits for another one blocks the first.
+        # Answers need a separate connection: the store's first connection is blocked while a process group waits on it.
         self._answers = dist.PrefixStore("hf_ring_attention/check", store.clone())
 
     def exchange(self, name: str, answer: Any, end: float, failed: bool) -> dict[int, Any]:
@@ -51,7 +51,7 @@ class CheckRun:
         self._answers.set(keys[self.rank], json.dumps(answer))
         if failed:
             self._answers.set(f"{name}/failed", "")
-        # The others first wait for their own measurements.
+        # The others first wait until they have measured.
         self.wait_until(lambda: self._answers.check(keys), name, end + 2 * PATIENCE, turns=2)
         there = {rank: key for rank, key in enumerate(keys) if self._answers.check([key])}
         self.speaker = min(there)
@@ -98,12 +98,12 @@ class NotApplicable(Exception):
 
 @dataclass(frozen=True)
 class Check:
-    """A check: every process measures in a thread of its own, and judges the answers of all processes."""
+    """A check: every process measures in a separate thread, and judges the answers of all processes."""
 
     name: str
     measure: Callable[[CheckRun], Any]
     judge: Callable[[CheckRun, list[Any]], Verdict]
-    remedy: str  # what to do if the measurement raises, or the judge fails it without a remedy of its own
+    remedy: str  # what to do if the measurement raises, or the judge fails it and names no remedy
     needs: tuple[str, ...] = ()  # the checks that must not fail before this one
     alike: str = ""  # what to do if processes answer differently, "{}" for the name of the answer; "" if they may
 

@@ -17,7 +17,7 @@ VOCAB, POSITIONS, WINDOW = 97, 128, 6
 WIDTH, INNER, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 32, 64, 2, 4, 2, 8
 EXPERTS, EXPERTS_PER_TOKEN, EXPERT_WIDTH = 4, 2, 16
 
-# The values that attributes get in every config, unless they are None by default.
+# The values that attributes get in every config, unless the default is None.
 _SIZES = {
     name: size
     for size, names in (
@@ -63,7 +63,7 @@ _SIZES = {
     )
     for name in names.split()
 }
-# Attributes that get these values even if they are None by default.
+# Attributes that get these values even if the default is None.
 _TINY_HEADS = {"num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}
 # Configs get these tokens.
 _SPECIAL_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -78,7 +78,7 @@ _NO_SIZES = (
     "attn_logit_softcapping", "final_logit_softcapping", "rms_norm_eps",
 )  # fmt: skip
 
-# The most that these sizes of jobs become, which default configs leave at other values. A zero stays: there is no such part.
+# The most that these sizes of jobs become, which default configs leave at other values. A zero stays: it means no such part.
 _SIZES_OF_JOBS = {
     "global_head_dim": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB,
     "num_kv_shared_layers": 0, "attn_layer_period": 2, "attn_layer_offset": 1,

@@ -78,7 +78,7 @@ def calibrate(
     Args:
         model: a causal language model.
         texts: the token ids [n] of each text, the same on every rank.
-        budget: the share of exact attention's cost, in (0, 1], for all layers without their own window.
+        budget: the share of exact attention's cost, in (0, 1], for all layers without a window in the model.
         menu: the patterns to choose among, as `Pattern` or text.
         ring: the ranks over which texts are sharded; None for the ring that the model was patched with, if any.
         budget_of: the cost, counted for the longest text. "flops" counts its query-key pairs. "cache_reads" counts the rows of

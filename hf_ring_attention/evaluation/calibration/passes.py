@@ -1,11 +1,11 @@
 """One forward and one backward pass of a text, in which each layer measures what every pattern of a menu would change.
 
-While the gradient of a loss travels back, each layer computes its attention again under each pattern, from its own queries,
-keys and values. Then d(token) = gradient . (output under the pattern - output), summed over the query heads of a key/value
+While the gradient of a loss travels back, each layer computes its attention again under each pattern, from its queries, keys
+and values. Then d(token) = gradient . (output under the pattern - output), summed over the query heads of a key/value
 head. To first order, d is what this pattern in this head alone adds to the loss of the whole text through that token. Only d
 outlives the layer. On a ring, a pass is sharded like any other, and each rank holds the d of all tokens.
 
-The first pass runs under exact attention. Its loss does not take the tokens of the text: the model draws tokens from its own
+The first pass runs under exact attention. Its loss does not take the tokens of the text: the model draws tokens from its
 predictions. Then d is 0 on average, and half the mean of d * d is, to second order, the divergence (Kullback-Leibler) of the
 changed predictions from the model's own, because the mean product of such gradients is the Fisher information. Changes of two
 groups of heads add their d. So the mean products of d for any two patterns of any two groups predict how far a choice for all
@@ -67,7 +67,7 @@ class TextChanges:
 def measure_text(
     model: PreTrainedModel, ring: Ring, text: ScoredText, menu: Sequence[Pattern] = (), exact: Tensor | None = None
 ) -> tuple[TextChanges, Tensor]:
-    """Measures, in one pass of a text, the change by each pattern in each head of each layer without its own window.
+    """Measures, in one pass of a text, the change by each pattern in each head of each layer without a window.
 
     Changes are counted from the patterns of the model. Without a menu, there is a forward pass alone. `exact` are this rank's
     hidden states under exact attention; None for a first pass, and under exact attention. Returns the changes, the same on

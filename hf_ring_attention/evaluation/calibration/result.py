@@ -44,7 +44,7 @@ class Calibration:
     `ra.patch_model(model, calibration)` and `ra.patch_config(config, calibration)` set it, and the config saves it.
 
     Attributes:
-        layers: the pattern of each layer without its own window.
+        layers: the pattern of each layer without a window in the model.
         num_hidden_layers: the number of all layers of the model.
         seq_len: the number of tokens at which costs were counted.
         budget, budget_of, ranks, menu, retrieval, seed: as in `calibrate`.

@@ -48,7 +48,7 @@ class Search:
     another calibration neither reads nor overwrites them. `bar` is a bar like tqdm's, which counts passes.
 
     Attributes, after `first_choice`:
-        heads: the number of key/value heads of each layer without its own window.
+        heads: the number of key/value heads of each layer without a window in the model.
         nlls: the mean negative log-likelihood of each plain text under exact attention, in nats.
         products: [G, P, G, P] float64: the mean products of two patterns' d over the tokens of all plain texts.
         harm: the same for the texts with answers, weighted; 0 without such texts.
@@ -156,7 +156,7 @@ class Search:
         return changes
 
     def _read(self, file: Path) -> TextChanges | None:
-        """Returns the measurement in a file; None if there is no such file."""
+        """Returns the measurement in a file; None if the file does not exist."""
         with self._ring.agreement(f"reading {file.name}") as call:
             if self._ring.rank == 0 and file.exists():
                 try:
@@ -166,6 +166,6 @@ class Search:
         return None if call.answers[0] is None else TextChanges(**call.answers[0])
 
     def _set(self, layers: Mapping[int, Pattern]) -> None:
-        """Sets patterns of layers, and exact attention in the others that have no window of their own."""
+        """Sets patterns of layers, and exact attention in all other layers without a window."""
         patterns: Any = SimpleNamespace(layers=layers, num_hidden_layers=self._num_layers)
         patch_config(self._model.config, patterns if layers else "exact")
