@@ -86,7 +86,8 @@ bench: $(READY)
 	@for program in $(BENCH); do echo "== recipes/bench/$$program.py"; $(BIN)/python recipes/bench/$$program.py || exit 1; done
 
 # Everything that a GPU can show in nine minutes, with the packages that PYTHON has: no environment is made, nothing is installed.
-# `make gpu GPU_ARGS=--small` is a dry run on a CPU.
+# `make gpu GPU_ARGS=--tune` finds settings of the fused kernels in five minutes instead, and prints rows for the table in the
+# code. With --small, also on a CPU, each is a dry run.
 GPU_ARGS ?=
 gpu:
 	@PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) recipes/bench/gpu.py $(GPU_ARGS)

@@ -3,16 +3,20 @@
 On a GPU:            make gpu
 Some parts of it:    make gpu GPU_ARGS="--parts speed decoding --json figures.json"
 In less time:        make gpu GPU_ARGS="--seconds 300"
+Settings of kernels: make gpu GPU_ARGS=--tune
 A dry run, any CPU:  make gpu GPU_ARGS=--small
 
 Each table is printed as soon as it is measured, and a JSON file has all figures so far. The run names every part that time,
 memory or packages do not allow. It prints goals beside the results, and fails only for wrong numbers and errors.
+
+With --tune, it finds settings of the fused kernels in five minutes instead, by `tests/tune.py`, and prints rows for the code.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import re
 import shutil
@@ -31,7 +35,6 @@ import torch
 import torch.distributed as dist
 from gpu_times import (
     TINY,
-    apart,
     cache_name,
     decoding,
     flash,
@@ -44,14 +47,15 @@ from gpu_times import (
 from memory import model_of
 from report import CUDA, DEVICE, DTYPE, Report
 from speed import LIMITS
-from timing import Shape, table, timed
+from timing import Shape, apart, table, timed
 from torch import Tensor
 
 import hf_ring_attention as ra
 
 ROOT = Path(__file__).parents[2]
-#: Nine minutes, less what Python takes to load.
-SECONDS = 520
+#: Nine minutes, and five to find settings, less what Python takes to load.
+SECONDS, SECONDS_TO_TUNE = 520, 290
+SETTINGS = "settings of the fused kernels"
 #: Kernels that a device may have. A ring refuses the others, with its reason.
 KERNELS = ("auto", "fused", "cudnn", "flash", "efficient", "math") if CUDA else ("auto", "math")
 
@@ -137,6 +141,22 @@ def tests(report: Report, *files: str) -> None:
         report.note("wrong", "tests", f"pytest did not run: {text[-300:]}")
 
 
+def tune(report: Report) -> None:
+    """Finds settings of the fused kernels in another process, which can choose Triton's interpreter."""
+    if not (ROOT / "tests" / "tune.py").exists():
+        return report.note("left out", SETTINGS, "this copy has no tests")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "tune.json")
+        words = ["-m", "tests.tune", "--seconds", str(report.left), "--json", str(file), *["--small"] * report.small]
+        settings = {} if CUDA else {"TRITON_INTERPRET": "1"}
+        ended = subprocess.run([sys.executable, *words], cwd=ROOT, env={**os.environ, **settings}, check=False)
+        found = json.loads(file.read_text("utf-8")) if file.exists() else {"wrong": {}}
+    if ended.returncode and not found["wrong"]:
+        report.note("wrong", SETTINGS, f"tests/tune.py ended with status {ended.returncode}")
+    for kind in ("left out", "wrong", "settings"):
+        report.figures.setdefault(kind, {}).update(found.get(kind, {}))
+
+
 def generated(model: Any, ids: Tensor, ring: ra.Ring) -> Tensor:
     """Returns the tokens that follow a prefill over a ring."""
     ra.patch_model(model.eval(), ring=ring)
@@ -187,22 +207,25 @@ def parts_of(small: bool) -> dict[str, tuple[int, list[tuple[Any, ...]]]]:
 def main(words: Sequence[str] | None = None) -> None:
     """Runs all sections, and ends with status 1 for wrong numbers and errors."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--seconds", type=float, default=SECONDS, help=f"the most seconds of the run (default: {SECONDS})"
-    )
+    text = f"the most seconds of the run (default: {SECONDS}, with --tune {SECONDS_TO_TUNE})"
+    parser.add_argument("--seconds", type=float, help=text)
     parser.add_argument("--small", action="store_true", help="every section at small sizes, also on a CPU")
     shown = ", ".join(f"{name} {seconds} s" for name, (seconds, _) in parts_of(False).items())
     text = f"the parts to run, by default all; expected on an H100: {shown}"
-    parser.add_argument("--parts", nargs="+", choices=parts_of(False), metavar="PART", help=text)
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--parts", nargs="+", choices=parts_of(False), metavar="PART", help=text)
+    either.add_argument("--tune", action="store_true", help="find settings of the fused kernels, in place of all parts")
     default = Path(os.environ.get("OUT", "."), "gpu.json")
     parser.add_argument("--json", type=Path, default=default, help="default: gpu.json, in the folder $OUT or this one")
     args = parser.parse_args(words)
     if not (CUDA or args.small):
         parser.error("expected a GPU, found none: use --small for a dry run on the CPU")
-    report = Report(args.seconds, args.small, args.json)
+    seconds = args.seconds or (SECONDS_TO_TUNE if args.tune else SECONDS)
+    report = Report(seconds, args.small, args.json)
     sections: list[tuple[Any, ...]] = [("versions and ceilings", machine)]
     for name, (_, of_part) in parts_of(args.small).items():
-        sections += of_part if name in (args.parts or [name]) else []
+        sections += of_part if name in (args.parts or [name]) and not args.tune else []
+    sections += [(SETTINGS, tune)] if args.tune else []
     for title, section, *arguments in sections:
         print(f"== {title}, {report.left:.0f} s left", flush=True)
         report.run(title, 5, section, report, *arguments)

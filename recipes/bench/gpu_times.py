@@ -13,7 +13,7 @@ from memory import STEP, model_of, times_of_step
 from peers import packed_row
 from report import CUDA, DEVICE, DTYPE, Report
 from speed import LIMITS, flex, sdpa
-from timing import Shape, held_memory, kernel_ms, reset_peak, table, timed
+from timing import Shape, apart, as_models_store, held_memory, kernel_ms, reset_peak, table, timed
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache
@@ -43,12 +43,6 @@ LONG += [("exact", 131072, 256, 32)]
 RANKS = 8
 
 
-def apart(found: Tensor, expected: Tensor) -> float:
-    """Returns the error of a tensor, relative to the norm of the expected one."""
-    expected = expected.detach().double()
-    return float((found.detach().to(expected) - expected).norm() / expected.norm())
-
-
 def results(tensors: Sequence[Tensor], ring: ra.Ring, **call: Any) -> list[Tensor]:
     """Returns out, lse, dq, dk and dv over a ring; tensors are q, k, v, and the gradient of out."""
     *leaves, dout = (x.detach().requires_grad_() for x in tensors)
@@ -71,11 +65,6 @@ def pairs_of(text: str, shape: Shape, documents: Sequence[tuple[int, int]]) -> f
     """Returns the pairs of a query and a key that a pattern shows, as the mean of heads."""
     share = partial(ra.Pattern.parse(text).flop_share, num_heads=shape.heads, num_kv_heads=shape.kv_heads)
     return sum(share(n) * n * (n + 1) / 2 for n in (stop - start for start, stop in documents))
-
-
-def as_models_store(shape: Shape, tokens: int) -> list[Tensor]:
-    """Returns q, k, v and the gradient of the output; the numbers of a token lie side by side."""
-    return [x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in shape.tensors(tokens)]
 
 
 def speed(report: Report, tokens: int) -> None:

@@ -14,8 +14,8 @@ from timing import Shape
 
 CUDA = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", "bfloat16") if CUDA else ("cpu", "float32")
-#: Words of torch for calls that a kernel does not take: of sdpa, and of implementations in the place of FlashAttention-2.
-REFUSED = ("No available kernel", " unsupported: ")
+#: Words for calls that a kernel does not take: of sdpa, of implementations in the place of FlashAttention-2, and of Triton.
+REFUSED = ("No available kernel", " unsupported: ", "out of resource: ")
 
 
 class Report:

@@ -57,6 +57,17 @@ class Shape:
         return [q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout]
 
 
+def as_models_store(shape: Shape, tokens: int) -> list[torch.Tensor]:
+    """Returns q, k, v and the gradient of the output; the numbers of a token lie side by side."""
+    return [x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in shape.tensors(tokens)]
+
+
+def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Returns the error of a tensor, relative to the norm of the expected one."""
+    expected = expected.detach().double()
+    return float((found.detach().to(expected) - expected).norm() / expected.norm())
+
+
 def options(program: str, words: Sequence[str] | None, **defaults: Any) -> tuple[argparse.Namespace, Shape]:
     """Reads the options that all programs have, and those with these defaults, and prints the machine.
 
