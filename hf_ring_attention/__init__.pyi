@@ -15,6 +15,7 @@ from .hf.forward_pass import exact_attention as exact_attention
 from .hf.models import ModelSupport as ModelSupport
 from .hf.models import supported_models as supported_models
 from .hf.patch import patch_model as patch_model
+from .hf.pattern_cache import PatternCache as PatternCache
 from .plan.branches import Last as Last
 from .plan.branches import Segment as Segment
 from .plan.branches import Sink as Sink
@@ -45,6 +46,7 @@ __all__ = [
     "Last",
     "ModelSupport",
     "Pattern",
+    "PatternCache",
     "PerplexityReport",
     "Ring",
     "RingTrainer",

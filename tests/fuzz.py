@@ -25,6 +25,7 @@ from tqdm import tqdm
 from transformers.utils import logging
 
 from tests.support import fused, random_batches, ring_cases
+from tests.support.cache_cases import draw_cache_case, run_cache_case
 from tests.support.random_cases import draw_case
 
 
@@ -43,7 +44,11 @@ def run_model(case):
 
 
 #: What draws a case from its number, and what runs it and returns what came of it.
-KINDS = {"attention": (ring_cases.draw_ring_case, run_attention), "models": (draw_case, run_model)}
+KINDS = {
+    "attention": (ring_cases.draw_ring_case, run_attention),
+    "models": (draw_case, run_model),
+    "cache": (draw_cache_case, run_cache_case),
+}
 if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
     KINDS["fused"] = (fused.draw_fused_case, run_fused)
 

@@ -39,7 +39,10 @@ RESULTS_AT_ONCE, GRADIENTS_AT_ONCE = 1 << 15, 1 << 14
 
 
 class Masked(NamedTuple):
-    """Attention of rectangles or lower triangles (`causal`); a mask, [Lq, Lk] or [T, 1, 1, Lk], is added to the scores."""
+    """Attention of rectangles or lower triangles (`causal`); a mask is added to the scores.
+
+    It is [Lq, Lk], or [T or 1, H or 1, Lq or 1, Lk].
+    """
 
     causal: bool
     scale: float

@@ -104,18 +104,18 @@ class CudaEfficient(MaskedKernel):
     #: Rows of a mask begin at multiples of this many numbers.
     mask_block = 16
 
-    def _bias(self, mask: Tensor | None, k: Tensor) -> Tensor | None:
-        """Returns a mask for all tiles and the heads of k, without copies of it."""
+    def _bias(self, mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+        """Returns a mask for all tiles, the heads of k and the rows of q, without copies of it."""
         if mask is None:
             return None
-        length = mask.shape[1]
-        aligned = F.pad(mask, (0, _round_up(length, self.mask_block) - length))[:, :length]
-        return aligned.expand(k.shape[0], k.shape[1], *aligned.shape)
+        length = mask.shape[-1]
+        aligned = F.pad(mask, (0, _round_up(length, self.mask_block) - length))[..., :length]
+        return aligned.expand(k.shape[0], k.shape[1], q.shape[2], length)
 
     def forward_masked(self, q: Tensor, k: Tensor, v: Tensor, call: Masked) -> Results:
         head_dim, value_dim, group = q.shape[-1], v.shape[-1], q.shape[1] // k.shape[1]
         q, k, v = _aligned(q, head_dim), _aligned(k, head_dim), _aligned(v, value_dim)
-        bias, operator = self._bias(call.mask, k), aten._scaled_dot_product_efficient_attention
+        bias, operator = self._bias(call.mask, q, k), aten._scaled_dot_product_efficient_attention
         parts = [
             operator(member, k, v, bias, True, 0.0, call.causal, scale=call.scale)[:2] for member in _members(q, group)
         ]
@@ -126,7 +126,7 @@ class CudaEfficient(MaskedKernel):
         q, k, v, out, lse = saved
         head_dim, value_dim, group = q.shape[-1], v.shape[-1], q.shape[1] // k.shape[1]
         q, k, v, dout = (_aligned(x, x.shape[-1]) for x in (q, k, v, dout))
-        length, bias = lse.shape[-1], self._bias(call.mask, k)
+        length, bias = lse.shape[-1], self._bias(call.mask, q, k)
         lse = F.pad(lse, (0, _round_up(length, self.lse_block) - length), value=torch.inf)
         unused = q.new_empty((), dtype=torch.int64)  # the random state of dropout, which is off
         parts = [

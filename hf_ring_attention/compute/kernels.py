@@ -92,6 +92,14 @@ class Math:
             scores = tanh * self.softcap
         return (scores if hidden is None else scores.masked_fill(hidden, -torch.inf)), tanh
 
+    def forward_masked(self, q: Tensor, k: Tensor, v: Tensor, call: Masked) -> Results:
+        """Returns out and lse of a few queries, as a `MaskedKernel` does, with as many heads in q as in k."""
+        dtype = accumulation_dtype(q.dtype)
+        scores = self._scores(q.to(dtype).unsqueeze(2), k.to(dtype), call.scale, None)[0].squeeze(2)
+        scores = scores if call.mask is None else scores + call.mask
+        lse = torch.logsumexp(scores, -1)
+        return (torch.exp(scores - lse[..., None]) @ v.to(dtype)).to(q.dtype), lse
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, totals: Results | None = None) -> Results:
         dtype = accumulation_dtype(q.dtype)
         out = q.new_empty(*q.shape[:3], v.shape[-1])

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,29 +10,20 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
-from ..compute.private import attentions_are_collected, prompt_is_cut
 from ..plan.branches import Branch, Segment, Window
 from ..plan.parts import fewest_last
 from ..plan.patterns import Pattern
-from ..plan.problem import Documents, HeldKeys
+from ..plan.problem import Documents, HeldKeys, check_last
 from ..ring.operator import UNTRACEABLE, GraphLayer, check_not_traced
 from ..ring.planned import Planned, planned_call, refusals_of_all
 from .config import layer_pattern
 from .forward_pass import CALL, ForwardPass, forward_pass_of, names_rows_in_graph, new_pass, number_of
+from .layer_checks import Settings, check_call, check_dropped_keys, check_padding_and_pieces, name_of
 from .masks import TOKENS, OwnBranch, Tokens, padding_first, tokens_of
-from .model_types import MIXERS
+from .pattern_layer import layer_call
 from .registration import IMPLEMENTATION
 from .rows import at_its_place_in_the_row
 from .wrappers import MODULES, attachment_of, head_shard
-
-#: Arguments that change the scores or the keys, whoever passes them.
-_REFUSED = ("position_bias", "head_mask", "block_table", "read_index", "write_index")
-
-#: Arguments of layers that the mask replaces, or that are read by their names.
-_KNOWN = (
-    "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "is_causal", "max_length_k", "max_length_q", "output_attentions",
-    "position_ids", "seq_idx",
-)  # fmt: skip
 
 #: The attribute of attention modules that holds a function of a layer's call and its output, which returns that output.
 TAP = "_ring_dilated_tap"
@@ -43,8 +31,6 @@ TAP = "_ring_dilated_tap"
 
 #: Queries, keys, values and sinks.
 _Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None]
-#: The other arguments of a layer: dropout, scaling, sliding_window and softcap, and those beside them by their names.
-_Settings = tuple[float, float | None, int | None, float | None, Mapping[str, Any]]
 
 
 def ring_dilated_attention(
@@ -91,10 +77,12 @@ def ring_dilated_attention(
     return _layer_attention(module, tensors, attention_mask, settings), None
 
 
-def _layer_attention(module: nn.Module, tensors: _Tensors, mask: Tensor | None, settings: _Settings) -> Tensor:
+def _layer_attention(module: nn.Module, tensors: _Tensors, mask: Tensor | None, settings: Settings) -> Tensor:
     """Returns out [B, m, H, Dv] of a layer."""
     now = forward_pass_of(getattr(module, "config", None)) or new_pass(module)
     (query, key, value, sinks), tokens = tensors, getattr(mask, TOKENS, None) or _tokens_of(module, mask, now)
+    if now.kept is not None and now.kept.arrival.seen:
+        return _attention_to_kept(module, tensors, tokens, settings, now)
     planned = _planned(module, tensors, tokens, settings, now)
     layout, valid = tokens.layout, tokens.valid
     if layout is not None:
@@ -110,6 +98,56 @@ def _layer_attention(module: nn.Module, tensors: _Tensors, mask: Tensor | None, 
         out = tap(module, query, key, value, out, planned.arguments() | {"sinks": sinks})
     if valid is not None:
         out = _reordered(out, queries.argsort(1)).masked_fill(~asking[:, None, :, None], 0)
+    if now.kept is not None:
+        layer = now.kept.layer_of(module, *tensors[1:3])
+        if layer.pending:
+            layer.begin(layer_call(*tensors[:2], planned.arguments(), now.ring.kernel))
+            layer.rebuild(*tensors[1:3])
+            now.kept.end_layer(layer)
+    return out.transpose(1, 2).contiguous()
+
+
+def _attention_to_kept(
+    module: nn.Module, tensors: _Tensors, tokens: Tokens, settings: Settings, now: ForwardPass
+) -> Tensor:
+    """Returns out [B, n, H, Dv] of a layer whose earlier keys are in a `PatternCache`."""
+    cache, ring, (query, key, value, sinks) = now.kept, now.ring, tensors
+    now.attended = True
+    layer = cache.layer_of(module, key, value)
+    if tokens.documents is not None:  # A plain mask. The cache knows positions and documents.
+        tokens = Tokens(causal=tokens.causal, own=tokens.own, valid=cache.arrival.padding_inside)
+    # All that decides the checks, and may change from one token to the next.
+    given = [(name, x if isinstance(x, (bool, int)) else None) for name, x in settings[4].items() if x is not None]
+    length = None if tokens.valid is None else tokens.valid.shape[1]
+    facts = tokens.causal, tokens.own, length, query.shape, query.dtype, sinks is None
+    kind = now.decides, now.patterns, facts, settings[:4], given, torch.is_grad_enabled()
+    before, call = layer.checked.get(module, (None, None))
+    if before != kind:
+        checked = _checked(module, tensors, tokens, settings, now)
+        check_last(checked["pattern"], query.shape[2], cache.arrival.seen)
+        if not checked["causal"]:
+            raise NotImplementedError(
+                f"{name_of(module)} is not causal, and a PatternCache holds causal rows: use 'sdpa'"
+            )
+        call = layer_call(query, key, checked, ring.kernel)
+        layer.begin(call)
+        layer.checked[module] = kind, call
+    if layer.few(query.shape[2]):
+        out = layer.attend_few(ring, query, key, value, sinks)
+    else:
+        new = cache.arrival.positions
+        asking = (new >= 0).expand(len(query), -1)
+        order = padding_first(asking).to(query.device) if cache.arrival.padded else None
+        if order is not None:
+            query, key, value = (_reordered(x, order) for x in (query, key, value))
+        keys, values, held, documents = layer.expanded(key, value)
+        layer.rebuild(*tensors[1:3])
+        settings_of_call = call.settings | {"documents": documents, "held": held}
+        planned = planned_call(ring, query, keys, values, sinks, **settings_of_call)
+        out = planned(query, keys, values, sinks)[0]
+        if order is not None:
+            out = _reordered(out, order.argsort(1)).masked_fill(~asking[:, None, :, None].to(out.device), 0)
+    cache.end_layer(layer)
     return out.transpose(1, 2).contiguous()
 
 
@@ -130,7 +168,7 @@ def _planned(
     module: nn.Module,
     tensors: _Tensors,
     tokens: Tokens,
-    settings: _Settings,
+    settings: Settings,
     now: ForwardPass,
     recorded: bool | None = None,
 ) -> Planned:
@@ -141,11 +179,31 @@ def _planned(
     """
     check_not_traced()
     now.attended = True
+    kind, ring = _deciding(module, tensors, tokens, settings, now, recorded), now.ring
+    planned: Planned | None = ring.planned.find(kind)
+    if planned is not None:
+        if ring.planner.batches:
+            ring.planner.learn(planned.key)
+        return planned
+    with refusals_of_all(ring):
+        call = _checked(module, tensors, tokens, settings, now)
+    try:
+        planned = planned_call(ring, *tensors, **call, recorded_in_graph=recorded)
+    except ValueError as refused:
+        raise ValueError(f"{name_of(module)}: {refused}") from None
+    if fewest_last(planned.call.pattern) is None:  # Otherwise the pieces of a prompt decide too.
+        ring.planned.keep(kind, planned)
+    return planned
+
+
+def _deciding(
+    module: nn.Module, tensors: _Tensors, tokens: Tokens, settings: Settings, now: ForwardPass, recorded: bool | None
+) -> tuple[Any, ...]:
+    """Returns all that decides the checks of a layer and its call."""
     (query, key, value, sinks), number, given = tensors, getattr(module, "layer_idx", None), settings[4]
     # A layer counts all heads, whatever this rank has.
     heads = getattr(module, "num_heads", None) or getattr(getattr(module, "config", None), "num_attention_heads", None)
-    # All that decides the checks and the call.
-    kind = (
+    return (
         type(module),
         *((tokens, None) if tokens.valid is None else (replace(tokens, valid=None), "padding inside")),
         tokens.causal is None and (_own_branch(module, settings[2]), getattr(module, "is_causal", True)),
@@ -158,29 +216,14 @@ def _planned(
         *(query.device, key.device, value.device, query.requires_grad, key.requires_grad, value.requires_grad),
         None if sinks is None else (sinks.shape, sinks.device, sinks.requires_grad),
     )
-    ring = now.ring
-    planned: Planned | None = ring.planned.find(kind)
-    if planned is not None:
-        if ring.planner.batches:
-            ring.planner.learn(planned.key)
-        return planned
-    with refusals_of_all(ring):
-        call = _checked(module, tensors, tokens, settings, now)
-    try:
-        planned = planned_call(ring, *tensors, **call, recorded_in_graph=recorded)
-    except ValueError as refused:
-        raise ValueError(f"{_name_of(module)}: {refused}") from None
-    if fewest_last(planned.call.pattern) is None:  # Otherwise the pieces of a prompt decide too.
-        ring.planned.keep(kind, planned)
-    return planned
 
 
 def _checked(
-    module: nn.Module, tensors: _Tensors, tokens: Tokens, settings: _Settings, now: ForwardPass
+    module: nn.Module, tensors: _Tensors, tokens: Tokens, settings: Settings, now: ForwardPass
 ) -> dict[str, Any]:
     """Checks a layer's call, and returns its arguments of `planned_call` beside tensors."""
     (query, key, *_), (_, scaling, sliding_window, softcap, given) = tensors, settings
-    _check_call(module, settings, now)
+    check_call(module, settings, now)
     if now.ring.world_size > 1 and tokens.layout is None and tokens.held is None:
         raise ValueError(
             f"{type(module).__name__} of a sharded model got no mask of ring_dilated, so its documents are unknown: call the "
@@ -205,8 +248,10 @@ def _checked(
         if tokens.layout is None:
             held, documents = _held(module, query.shape[2], key.shape[2], tokens, causal)
             dropped = tokens.before > (skipped[int(module.layer_idx)] if skipped else 0)  # type: ignore[arg-type]
-            _check_dropped_keys(module, dropped, of_model, pattern)
-        _check_padding_and_pieces(module, tokens, of_model, pattern, held)
+            check_dropped_keys(module, dropped, of_model, pattern)
+        begins = now.kept is None or not now.kept.arrival.seen
+        begins = begins and (held is None or held.num_queries == held.row_len)
+        check_padding_and_pieces(module, tokens, of_model, pattern, begins)
     call = {"pattern": pattern, "layout": tokens.layout, "causal": causal, "scale": scaling, "documents": documents}
     return call | {"softcap": softcap, "head_shard": head_shard(module, query, key), "held": held}
 
@@ -227,10 +272,6 @@ def _pattern_of(module: nn.Module, layer: int | None, of_model: Branch | None, e
     return layer_pattern(None if exact else getattr(module, "config", None), layer, of_model)
 
 
-def _name_of(module: nn.Module) -> str:
-    return f"{type(module).__name__}: layer {getattr(module, 'layer_idx', None)}"
-
-
 def _reordered(x: Tensor, order: Tensor) -> Tensor:
     """Returns the first rows of x [B, heads, n, D] in the order [B, m] of each batch row, and the others as they are."""
     first, others = x.tensor_split([order.shape[1]], 2)
@@ -244,21 +285,6 @@ def _own_branch(module: nn.Module, sliding_window: int | None) -> OwnBranch | No
     if chunk is not None and layer is not None and layer < len(types) and types[layer] == "chunked_attention":
         return Segment, chunk
     return None if sliding_window is None else (Window, sliding_window)
-
-
-def _check_dropped_keys(module: nn.Module, dropped: bool, of_model: Branch | None, pattern: Pattern) -> None:
-    """Refuses a pattern that shows keys which a cache has dropped: it keeps as many as the layer's own branch shows.
-
-    Branches other than windows depend on the positions of keys, which are known only in layers with chunks.
-    """
-    kept, chunks = getattr(of_model, "length", None) or 0, isinstance(of_model, Segment)
-    for branch in (branch for one in pattern.kv_heads or (pattern,) for branch in one.branches):
-        known = isinstance(branch, (Segment, Window)) and branch.length is not None and branch.length <= kept
-        if dropped and not (known and (chunks or (isinstance(branch, Window) and branch.dilation == 1))):
-            raise ValueError(
-                f"{_name_of(module)} has the pattern {pattern}, and its cache drops keys beyond the model's own "
-                f"window or chunks of {kept} tokens: pass cache=DynamicCache(), made without the config, which keeps all"
-            )
 
 
 def _held(
@@ -292,55 +318,6 @@ def _held(
     return held, documents
 
 
-def _check_padding_and_pieces(
-    module: nn.Module, tokens: Tokens, of_model: Branch | None, pattern: Pattern, held: HeldKeys | None
-) -> None:
-    """Refuses padding inside a document that a layer's own window or chunks would count, and a `Last` for a part of a prompt.
-
-    The last queries of a prompt's first piece are not the prompt's; `Problem` refuses later pieces if need be.
-    """
-    length = getattr(of_model, "length", None)
-    if tokens.valid is not None and (tokens.before or (length is not None and length < tokens.valid.shape[1])):
-        raise NotImplementedError(
-            f"{_name_of(module)} has a window or chunks of {length} tokens, "
-            f"and its row has padding inside a document: take rows of one length, or use 'sdpa'"
-        )
-    begins = held is None or held.num_queries == held.row_len
-    if begins and fewest_last(pattern) is not None and prompt_is_cut():
-        raise ValueError(
-            f"{type(module).__name__}: {pattern} shows every key to a document's last queries, and prefill_chunk_size cuts the "
-            f"prompt before them: leave it out, or fill the cache with ra.prefill"
-        )
-
-
-def _check_call(module: nn.Module, settings: _Settings, now: ForwardPass) -> None:
-    """Refuses dropout, a request for attention weights, and inputs that would change the scores, the keys or documents."""
-    name, (dropout, *_, given) = type(module).__name__, settings
-    if dropout:
-        raise ValueError(
-            f"{name}: attention dropout {dropout} was asked for, and ring_dilated has none: set the config's attention "
-            f"dropout to 0 (attention_dropout, attn_pdrop) or call model.eval()"
-        )
-    if given.get("output_attentions") or attentions_are_collected():
-        raise ValueError(
-            f"{name}: output_attentions=True was asked for, but ring_dilated never forms the attention weights: use 'eager'"
-        )
-    kind: Any = type(module)
-    passed = _strings_of_bases(kind)
-    for argument, present in given.items():
-        # Transformers passes every entry of a batch on to here. Only those that the layer's own code names have a meaning.
-        if present is not None and argument not in _KNOWN and (argument in passed or argument in _REFUSED):
-            raise NotImplementedError(
-                f"{_name_of(module)} came with {argument}, which would change the scores or the keys: use 'eager' or 'sdpa'"
-            )
-    described = given.get("cu_seq_lens_q") is not None or given.get("seq_idx") is not None
-    if now.runner is module and (described or getattr(getattr(module, "config", None), "model_type", None) in MIXERS):
-        raise ValueError(
-            f"{name} attends beside recurrent layers, or got cu_seq_lens or seq_idx, which needs a call of a patched model: "
-            f"call ra.patch_model(model) after set_attn_implementation, and the model rather than its layers"
-        )
-
-
 def _tokens_of(module: nn.Module, mask: Tensor | None, now: ForwardPass) -> Tokens:
     """Returns the facts of a layer's mask, which is of this package, plain, or None."""
     name = type(module).__name__
@@ -356,22 +333,6 @@ def _tokens_of(module: nn.Module, mask: Tensor | None, now: ForwardPass) -> Toke
                 f"{name} was given packed rows, and its model makes its own masks without documents: pass one document a row"
             )
     return tokens_of(mask)
-
-
-@functools.cache
-def strings_of(forward: Callable[..., Any]) -> frozenset[str]:
-    """Returns the strings in the code of a layer's forward, the names of the arguments that it passes on among them."""
-    code = getattr(inspect.unwrap(forward), "__code__", None)
-    constants = () if code is None else code.co_consts
-    flat = (x for constant in constants for x in (constant if isinstance(constant, tuple) else (constant,)))
-    return frozenset(x for x in flat if isinstance(x, str))
-
-
-@functools.cache
-def _strings_of_bases(kind: Any) -> frozenset[str]:
-    """Returns the strings in the code of the forward of a class and of its bases, which it may call."""
-    forwards: Any = [vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)]
-    return frozenset().union(*map(strings_of, forwards))
 
 
 AttentionInterface.register(IMPLEMENTATION, ring_dilated_attention)

@@ -74,6 +74,7 @@ class ForwardPass:
     exact: bool = False  # whether its layers attend as they did before the model had patterns
     rows: WholeRows | None = None  # None in a step of generation
     held: HeldKeys | None = None  # the keys in the cache of this rank, in a step against a sharded cache
+    kept: Any = None  # the `PatternCache` of the call; None for other caches
     skipped: tuple[int, ...] = ()  # by layer, as `tokens_skipped` returns it
     whole: bool = False  # whether every rank computes whole rows by itself, because the call has a whole cache
     cacheless: bool = False  # whether the caller asked for no cache

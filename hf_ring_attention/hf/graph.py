@@ -24,9 +24,10 @@ from ..ring.attention import CallsInGraph
 from ..ring.operator import CALLS, check_not_traced, define
 from ..ring.ring import Ring
 from ..ring.shards import RINGS, shard_of, whole_of
-from .attention import call_in_graph, strings_of
+from .attention import call_in_graph
 from .forward_pass import CALL, NUMBER_IN_GRAPHS, ForwardPass, drop_broken_passes, names_rows_in_graph, new_pass
 from .join import LOGITS_NOT_FORMED
+from .layer_checks import strings_of
 from .lm_loss import IGNORED, next_labels
 from .masks import Tokens, masks_follow_positions, tokens_of
 from .model_types import MIXERS

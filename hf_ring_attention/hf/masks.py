@@ -88,15 +88,16 @@ def ring_dilated_mask(
     It is [1, 1, 1, 1] int64 on the CPU, which `tokens_of` reads: Transformers hands masks of four dimensions on as they are.
     """
     check_not_traced()
-    if config is not None:
+    drop_broken_passes()  # generate makes masks before it calls the model.
+    now = forward_pass_of(config)
+    goes_on = now is not None and now.kept is not None and now.kept.arrival.seen > 0
+    if config is not None and not goes_on:  # Its first call has checked it.
         check_config(config)
     unknown = [name for name, value in kwargs.items() if value is not None and name not in _OPTIONS_OF_SQUARES]
     if unknown:
         raise NotImplementedError(
             f"{class_name(config)}: ring_dilated does not know the mask argument {', '.join(unknown)}: use 'eager' or 'sdpa'"
         )
-    drop_broken_passes()  # generate makes masks before it calls the model.
-    now = forward_pass_of(config)
     with nullcontext() if now is None else refusals_of_all(now.ring):
         causal, own, packed = _read_mask_function(mask_function, config)  # Other ranks may have no block.
     layout, held = (None, None) if now is None else (now.layout, now.held)
@@ -104,6 +105,9 @@ def ring_dilated_mask(
     # Causal queries are the last tokens that are written.
     written = int(q_offset) + q_length - kv_offset if causal else kv_length
     documents, valid = None, None
+    if goes_on:
+        assert now is not None  # The cache knows the documents.
+        return _mask_of(Tokens(causal=causal, own=own, valid=now.kept.arrival.padding_inside), now)
     if packed is not None and layout is None and not (now and now.rows and now.rows.from_collator):
         # Without a mask, Transformers reads documents from positions by another rule, which other implementations follow.
         documents = documents_from_mask((packed + 1).expand(batch_size, -1))
@@ -121,8 +125,14 @@ def ring_dilated_mask(
         missing = tuple((dropped != 0).sum(1).tolist())
     tokens = Tokens(documents, kv_length, written, causal, own, kv_offset, missing, layout, held, valid)
     if now is not None:
-        now.tokens.append(tokens)
         _warn_of_padding(now, documents, causal, written if now.rows is None else now.rows.length)
+    return _mask_of(tokens, now)
+
+
+def _mask_of(tokens: Tokens, now: ForwardPass | None) -> Tensor:
+    """Returns the mask that names these facts."""
+    if now is not None:
+        now.tokens.append(tokens)
     mask = torch.tensor([[[[CALLS.add(tokens)]]]])
     setattr(mask, TOKENS, tokens)
     return mask

@@ -59,6 +59,9 @@ MIX_TOKENS = {
 #: Model types that are decoders, although their config has is_decoder=False.
 DECODERS_ALL_THE_SAME = ("gpt_neox", "gpt_neox_japanese")
 
+#: Model types whose layers attend to other values than they give to their cache, which a `PatternCache` cannot hold.
+OTHER_VALUES = {"diffllama": "its layers attend twice, to two halves of the values"}
+
 #: Decoders that count positions by the mask, from its first token on. Other types count all tokens of a row.
 COUNT_BY_MASK = ("opt",)
 

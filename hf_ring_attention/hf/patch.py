@@ -10,7 +10,13 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ..compute.private import implementation_of, remove_hooks, set_implementation, set_implementation_of_parts
+from ..compute.private import (
+    implementation_of,
+    make_cache_of_generate,
+    remove_hooks,
+    set_implementation,
+    set_implementation_of_parts,
+)
 from ..plan.branches import check_choice
 from ..plan.choices import KernelSetting
 from ..plan.patterns import Pattern
@@ -32,6 +38,7 @@ from .config import (
 )
 from .model_call import attach_ring, before_model
 from .model_types import hybrids_of
+from .pattern_cache import cache_for_generate
 from .registration import IMPLEMENTATION
 from .support import check_model, class_name
 from .wrappers import ATTACHMENT, attachment_of, check_ring, inner_model, runner_of, wrapped_modules
@@ -161,6 +168,7 @@ def patch_model(
     set_implementation_of_parts(inner, implementation_argument(inner.config))
     _save_pattern_with(adapters, inner.config)
     attach_ring(inner, ring, kernel_name)
+    make_cache_of_generate(inner, cache_for_generate)
     hybrids = hybrids_of(config)
     if hybrids is not None:
         hybrids.attach_mixers(inner)
@@ -192,6 +200,7 @@ def check_made_model(model: PreTrainedModel) -> None:
         read_patterns(settings, text_config, type(model).__name__)
     if implementation == IMPLEMENTATION:
         keep_implementation(model.config)
+        make_cache_of_generate(model, cache_for_generate)
     elif not has_only_exact_attention(text_config):
         warn_once(
             f"the config of {class_name(model.config)} has a pattern, and the model computes attention by {implementation!r}, "

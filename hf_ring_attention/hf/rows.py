@@ -25,6 +25,7 @@ from .cache import ShardedCache, cache_in, tokens_skipped
 from .config import layer_pattern, warn_once
 from .forward_pass import ForwardPass, WholeRows
 from .model_types import COUNT_BY_MASK
+from .pattern_cache import PatternCache
 from .wrappers import takes, tokens_in
 
 #: The names that models give to a table of positions.
@@ -313,6 +314,9 @@ def find_rows(now: ForwardPass, kwargs: Mapping[str, Any], multiple: int = 1) ->
     now.cacheless = kwargs.get("use_cache") is False
     own_cache = not isinstance(cache, ShardedCache) and (cache is not None or kwargs.get("use_cache") is True)
     now.whole = own_cache and ring.world_size > 1
+    if isinstance(cache, PatternCache):
+        now.kept = cache
+        cache.begin_call(type(now.module).__name__, tokens, kwargs.get("attention_mask"), now.exact)
     if now.whole and ring.rank == 0:
         warn_once(
             f"{type(runner).__name__} has its own cache, so all ranks compute whole rows: ra.prefill fills a sharded one",

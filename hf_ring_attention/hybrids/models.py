@@ -13,10 +13,18 @@ import transformers
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from ..hf.cache import ShardedCache, ShardedLayer
+from ..hf.kept_rows import Shared
 from ..hf.model_types import MIXERS, MIXERS_SINCE
+from ..hf.pattern_layer import PatternLayer
 from ..hf.wrappers import decoder_of
 from ..plan.layouts import SequenceLayout
 from .mixers import STATES_INSIDE, attach, check_parameters
@@ -55,14 +63,72 @@ def attach_mixers(model: PreTrainedModel) -> None:
         attach(module, config)
 
 
+def _state_inside(model: nn.Module) -> str | None:
+    """Returns the class of mixers that keep their state in themselves; None without any."""
+    return next((name for module in model.modules() if (name := type(module).__name__) in STATES_INSIDE), None)
+
+
 def check_prefill(model: nn.Module) -> None:
     """Refuses a model whose mixers keep their state in themselves."""
-    inside = next((name for module in model.modules() if (name := type(module).__name__) in STATES_INSIDE), None)
+    inside = _state_inside(model)
     if inside is not None:
         raise NotImplementedError(
             f"prefill: {inside} keeps its state in the model itself, from which no cache can go on: generate on one process "
             f"(ring=None) without prefill"
         )
+
+
+def why_no_pattern_cache(model: nn.Module) -> str | None:
+    """Returns why a `PatternCache` cannot serve a model; None if it can."""
+    inside = _state_inside(model)
+    if inside is not None:
+        return f"{inside} keeps its state in the model itself"
+    config: Any = model.config
+    if config.get_text_config().model_type == "minimax":
+        return "its states are in a cache of another class"
+    return None
+
+
+class _PatternHybridLayer(LinearAttentionLayer, PatternLayer):  # type: ignore[misc, override]
+    """One layer's rows that later queries see, and its state."""
+
+    is_compileable = False
+
+    def __init__(self, shared: Shared, number_of_states: int) -> None:
+        PatternLayer.__init__(self, shared)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        (LinearAttentionLayer if kwargs else PatternLayer).lazy_initialization(self, *args, **kwargs)
+
+    def offload(self) -> None:
+        PatternLayer.offload(self)
+        LinearAttentionLayer.offload(self)
+
+    def prefetch(self) -> None:
+        PatternLayer.prefetch(self)
+        LinearAttentionLayer.prefetch(self)
+
+    def reset(self) -> None:
+        self.__init__(self.shared, self.number_of_states)  # type: ignore[misc]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        LinearAttentionLayer.crop(self, tokens_to_remove)
+        PatternLayer.crop(self, tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        PatternLayer.reorder_cache(self, beam_idx)
+        LinearAttentionLayer.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
+
+
+def pattern_layers(layers: list[Any], shared: Shared) -> list[Any]:
+    """Returns the layers of a `PatternCache` in place of the layers of a whole cache."""
+    made = []
+    for layer in layers:
+        both = isinstance(layer, LinearAttentionLayer) and isinstance(layer, DynamicLayer)
+        kept = PatternLayer(shared) if isinstance(layer, DynamicLayer) else layer
+        made.append(_PatternHybridLayer(shared, layer.number_of_states) if both else kept)
+    return made
 
 
 class _ShardedHybridLayer(LinearAttentionAndFullAttentionLayer, ShardedLayer):  # type: ignore[misc, override]

@@ -84,6 +84,17 @@ def _check_order(layout: SequenceLayout, documents: Documents) -> None:
                     ends[number] = piece.stop
 
 
+def check_last(pattern: Pattern, num_queries: int, before: int) -> None:
+    """Refuses more queries behind `before` tokens in a cache than a pattern has last ones: the result would depend on cuts."""
+    last = fewest_last(pattern) if before else None
+    if last is not None and last < num_queries:
+        raise ValueError(
+            f"the pattern {pattern} shows every key to the last {last} queries of a document, got {num_queries} "
+            f"queries behind {before} tokens in a cache: compute the whole row in one forward "
+            f"pass (without prefill_chunk_size), or pass at most {last} tokens at a time"
+        )
+
+
 @dataclass(frozen=True)
 class RingSettings:
     """How rows travel round a ring; the defaults were measured, and all ranks must have the same."""
@@ -134,13 +145,8 @@ class Problem:
                 f"the layout was made for the documents of {len(self.layout.rows)} batch rows, and there are "
                 f"{len(self.documents)}: make it by ring.layout_for(seq_len, pattern, documents=...) for this batch"
             )
-        held, last = self.held, None if self.held is None else fewest_last(self.pattern)
-        if held is not None and last is not None and last < held.num_queries < held.row_len:
-            raise ValueError(  # The result would depend on how the row is cut.
-                f"the pattern {self.pattern} shows every key to the last {last} queries of a document, got {held.num_queries} "
-                f"queries behind {held.row_len - held.num_queries} tokens in a cache: compute the whole row in one forward "
-                f"pass (without prefill_chunk_size), or pass at most {last} tokens at a time"
-            )
+        if self.held is not None:
+            check_last(self.pattern, self.held.num_queries, self.held.row_len - self.held.num_queries)
         if self.layout.rows:
             _check_order(self.layout, self.documents)
 

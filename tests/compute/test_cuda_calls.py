@@ -161,3 +161,15 @@ def test_rows_that_need_no_copy_have_none(kernel, dtype, operators):
     [(_, given)] = checked.calls
     for name, x in (("query", q), ("key", k), ("value", v)):
         assert given[name].untyped_storage()._cdata == x.untyped_storage()._cdata
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=ids)
+def test_a_bias_for_each_head_and_query(dtype, operators):
+    """As few queries to a `PatternCache` have it: keys as views, and a bias that heads, rows and queries share or not."""
+    checked = operators(dtype)
+    checked.one_mask = False
+    q, k = packed(2, 3, 4, 64, dtype=dtype), packed(2, 3, 40, 64, dtype=dtype)[:, :, :37]
+    for sizes in ((1, 1, 4, 37), (2, 1, 4, 37), (1, 3, 4, 37), (2, 3, 4, 37)):
+        out, lse = CudaEfficient().forward_masked(q, k, k, bands.Masked(False, 0.3, packed(*sizes, dtype=dtype)))
+        assert (out.shape, lse.shape) == ((2, 3, 4, 64), (2, 3, 4))
+    assert [given["attn_bias"].shape for _, given in checked.calls] == [(2, 3, 4, 37)] * 4

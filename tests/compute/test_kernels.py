@@ -5,6 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_ring_attention.compute import kernels
+from hf_ring_attention.compute.bands import Masked
 from hf_ring_attention.compute.cuda_kernels import CudaEfficient, CudaFlash, Cudnn
 from hf_ring_attention.compute.kernel import KernelCall, Saved
 from hf_ring_attention.compute.kernels import CpuFlash, Math, choose_kernel
@@ -349,3 +350,21 @@ def test_the_efficient_kernel_serves_groups_without_repeating_keys(monkeypatch, 
         got += CudaEfficient().backward(dout, Saved(q, k, v, *got), KernelCall(shape, 0.3))
     for x, y in zip(got, want, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_bias_is_added_to_the_scores(dtype, softcap, generator):
+    """As few queries to a `PatternCache` have it: -inf for rows that they do not see, log 2 for those that count twice."""
+    kernels = [Math(softcap)] if softcap else [Math(), CpuFlash()]
+    q, k, v = (torch.randn(2, 3, n, 8, generator=generator).to(dtype) for n in (4, 9, 9))
+    counts = torch.randint(3, (2, 1, 4, 9), generator=generator).index_fill(-1, torch.tensor([0]), 1)
+    scores = 0.3 * q.double() @ k.double().mT
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    weights = counts * torch.exp(scores)
+    expected = weights @ v.double() / weights.sum(-1, keepdim=True)
+    for kernel in kernels:
+        out, lse = kernel.forward_masked(q, k, v, Masked(False, 0.3, counts.double().log().to(dtype)))
+        bound = 40 * torch.finfo(dtype).eps
+        assert float((out.double() - expected).abs().max()) <= bound
+        assert float((lse.double() - weights.sum(-1).log()).abs().max()) <= bound

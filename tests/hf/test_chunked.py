@@ -141,13 +141,15 @@ def test_a_pattern_of_the_layer_itself():
     for text in ("window:5", "branches:segment=6,window=6/2@count"):
         model = ra.patch_model(llama4(**TUNED))
         ra.patch_config(model.config, text, layers=[0])
-        kept, dropped = (greedy(model, ids, mask, **cache) for cache in (cache_argument(DynamicCache()), {}))
+        caches = DynamicCache(), DynamicCache(config=model.config)
+        kept, dropped = (greedy(model, ids, mask, **cache_argument(cache)) for cache in caches)
         assert same(dropped, kept), text
     ra.patch_config(model.config, "window:5+1", layers=[0])
     said = r"layer 0 has the pattern window:5\+1, and its cache drops keys beyond .* 6 tokens"
     with pytest.raises(ValueError, match=said):
-        greedy(model, ids, mask)
-    greedy(model, ids, mask, **cache_argument(DynamicCache()))
+        greedy(model, ids, mask, **cache_argument(DynamicCache(config=model.config)))
+    whole = greedy(model, ids, mask, **cache_argument(DynamicCache()))
+    assert same(greedy(model, ids, mask), whole)  # with a PatternCache
 
 
 def mask_of_step(attention_mask, kv_offset, kv_length, batch_size=2):

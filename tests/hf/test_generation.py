@@ -161,8 +161,9 @@ def test_a_sliding_cache_with_a_pattern_that_reaches_further():
     with pytest.raises(
         ValueError, match=r"MistralAttention: layer 1 .*drops keys beyond .* 6 tokens: .*DynamicCache\(\)"
     ):
-        generate(model, ids, mask, do_sample=False)
+        generate(model, ids, mask, do_sample=False, **cache_argument(DynamicCache(config=model.config)))
     expected = generate(model, ids, mask, do_sample=False, use_cache=False)
+    assert same(generate(model, ids, mask, do_sample=False), expected)  # with a PatternCache
     assert same(generate(model, ids, mask, do_sample=False, **cache_argument(DynamicCache())), expected)
 
 

@@ -1,0 +1,291 @@
+"""`PatternCache`: a cache of the rows that some later query can still see, and its use by `generate`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+from ..compute.private import implementation_of
+from ..plan.kept import keeps_all
+from ..ring.operator import UNTRACEABLE
+from .config import patterns_of, warn_once
+from .forward_pass import running
+from .kept_rows import Arrival, Shared
+from .model_types import OTHER_VALUES, hybrids_of
+from .pattern_layer import PatternLayer
+from .registration import IMPLEMENTATION
+from .wrappers import whole_model
+
+
+class PatternCache(Cache):
+    """A cache that keeps only the rows that the model's patterns can still see, for `generate` and for calls of the model.
+
+    For each layer and its key/value heads these are the sinks and a window, the rows of a head's phase within reach, the
+    current segment, or all rows of an exact head; a model's own windows and chunks likewise. Its tokens equal those of a cache
+    that keeps all rows. `generate` makes one by itself for a patched model whose patterns drop keys, unless it is given a
+    `cache`, a `cache_implementation` ("dynamic" keeps all rows) or `use_cache=False`.
+
+    `crop` goes back to a length whose rows are all there: by the tokens of the last call, or further after
+    `activate_past_recording()`, which keeps all later rows until the next `crop`.
+
+    Args:
+        model: a model after `ra.patch_model`; this cache then serves this pattern only.
+        offloading: whether rows of layers that are not computing wait in the host's memory; for models on a GPU.
+
+    Raises:
+        ValueError: a model that does not compute with "ring_dilated".
+        NotImplementedError: a model that keeps its states in a cache of another kind.
+
+    Example:
+        >>> model, ids = ra.patch_model(tiny_llama(), "window:4+2"), torch.arange(1, 33)[None]
+        >>> cache = ra.PatternCache(model)
+        >>> small = model.generate(ids, cache=cache, max_new_tokens=8, do_sample=False)
+        >>> torch.equal(small, model.generate(ids, cache_implementation="dynamic", max_new_tokens=8, do_sample=False))
+        True
+        >>> cache.get_seq_length(), cache.num_rows  # tokens, and the rows of a key/value head in the first layer
+        (39, 6)
+    """
+
+    def __init__(self, model: nn.Module, offloading: bool = False) -> None:
+        inner = whole_model(model, "PatternCache")
+        config = inner.config.get_text_config(decoder=True)
+        if implementation_of(config) != IMPLEMENTATION:
+            raise ValueError(
+                f"PatternCache: {type(inner).__name__} computes attention by {implementation_of(config)!r}: call "
+                f"ra.patch_model(model, pattern) first"
+            )
+        shares_keys = getattr(config, "num_kv_shared_layers", 0) or getattr(config, "kv_sharing_modes", None)
+        reason = _why_not(inner, config)
+        if reason is not None:
+            raise NotImplementedError(
+                f"PatternCache: {type(inner).__name__}: {reason}: pass cache_implementation='dynamic'"
+            )
+        self._shared, hybrids = Shared(bool(shares_keys)), hybrids_of(config)
+        layers: list[Any] = DynamicCache(config=config).layers
+        if hybrids is None:
+            layers = [PatternLayer(self._shared) if isinstance(layer, CacheLayerMixin) else layer for layer in layers]
+        else:
+            layers = hybrids.pattern_layers(layers, self._shared)
+        super().__init__(layers=layers, offloading=offloading, offload_only_non_sliding=False)
+        self._valid: Tensor | None = None  # [B, tokens], False for padding; None without padding
+        self._floor = 0  # while recording, the shortest length that `crop` may go back to
+        self._calls = 0
+
+    @property
+    def arrival(self) -> Arrival:
+        """The new tokens of the running call."""
+        return self._shared.arrival
+
+    @property
+    def _pattern_layers(self) -> Iterator[PatternLayer]:
+        return (layer for layer in self.layers if isinstance(layer, PatternLayer))
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of keys and values that the cache has allocated."""
+        return sum(layer.nbytes for layer in self._pattern_layers)
+
+    @property
+    def num_rows(self) -> int:
+        """The most rows of a key/value head in the first layer that attends; 0 for an empty cache."""
+        first = next(self._pattern_layers)
+        return max((rows.table.num_slots for rows in first.rows), default=0)
+
+    # ---- calls
+
+    def begin_call(self, name: str, tokens: Tensor | None, mask: Any, exact: bool) -> None:
+        """Begins a call of a model with new tokens [B, n] and the mask of all tokens, or None; checks both.
+
+        Raises:
+            ValueError: tokens or a mask that do not continue the rows, packed rows, a cache that an error has left behind, or
+                `exact_attention`, which needs rows that were dropped.
+        """
+        seen = max((layer.seen for layer in self._pattern_layers), default=0)
+        if any(layer.pending or (layer.rows and layer.seen != seen) for layer in self._pattern_layers):
+            raise ValueError(f"{name}: an earlier call with this PatternCache has failed halfway: make another one")
+        if exact:
+            raise ValueError(f"{name}: a PatternCache lacks keys that exact_attention needs: pass cache=DynamicCache()")
+        if tokens is None or tokens.dim() < 2 or 0 in tokens.shape[:2]:
+            raise ValueError(f"{name}: input_ids or inputs_embeds of new tokens were expected beside a PatternCache")
+        batch, n = tokens.shape[:2]
+        first = next((x for layer in self._pattern_layers for rows in layer.rows for x in rows.tensors), None)
+        if first is not None and first.shape[0] != batch:
+            raise ValueError(f"{name}: the PatternCache holds {first.shape[0]} batch rows, and {batch} came")
+        self._valid = valid = self._checked_mask(name, mask, batch, seen, n)
+        recording = self.recording
+        floor = self._floor if recording else seen
+        inside = None
+        positions, before, floors = torch.arange(seen, seen + n)[None], torch.tensor([seen]), torch.tensor([floor])
+        if valid is not None:
+            new = valid[:, seen:]
+            before, floors = valid[:, :seen].sum(1), valid[:, :floor].sum(1)
+            positions = (before[:, None] + new.cumsum(1) - 1).masked_fill(~new, -1)
+            behind = valid.flip(1).cumsum(1).flip(1) > 0
+            inside = valid if (~valid & behind & (valid.cumsum(1) > 0)).any() else None
+        self._calls += 1
+        self._shared.arrival = Arrival(self._calls, seen, positions, before, floors, recording, inside)
+
+    @property
+    def recording(self) -> bool:
+        """Whether all later rows are kept until the next `crop`."""
+        return any(layer.record_past for layer in self._pattern_layers)
+
+    def _checked_mask(self, name: str, mask: Any, batch: int, seen: int, n: int) -> Tensor | None:
+        """Returns the mask of all tokens [B, seen + n], False for padding; None if there is no padding."""
+        known = None if self._valid is None else self._valid[:, :seen]
+        if mask is None:
+            if known is not None and not known.all():
+                raise ValueError(
+                    f"{name}: the PatternCache holds padding, and no attention_mask of all tokens came: pass it"
+                )
+            return None
+        if not isinstance(mask, Tensor) or tuple(mask.shape) != (batch, seen + n):
+            got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+            raise ValueError(
+                f"{name}: the PatternCache holds {seen} tokens, and {n} came: an attention_mask {[batch, seen + n]} was "
+                f"expected, got {got}"
+            )
+        if not mask.is_floating_point() and mask.dtype != torch.bool and int(mask.max()) > 1:
+            raise ValueError(f"{name}: the mask numbers packed documents, which have no cache: pass use_cache=False")
+        valid = (mask != 0).cpu()
+        same = valid[:, :seen].all() if known is None else torch.equal(valid[:, :seen], known)
+        if not same:
+            raise ValueError(
+                f"{name}: the attention_mask hides other tokens than before: pass one mask that only grows"
+            )
+        return None if valid.all() else valid
+
+    def layer_of(self, module: nn.Module, key: Tensor, value: Tensor) -> PatternLayer:
+        """Returns the layer that took the keys and values of a module; other modules may read them too.
+
+        Raises:
+            NotImplementedError: other keys or values than a layer gave.
+        """
+        number = getattr(module, "layer_idx", None)
+        layer = self.layers[number] if isinstance(number, int) and number < len(self.layers) else None
+        if isinstance(layer, PatternLayer) and layer.pending:
+            return layer  # Its keys may have been cast, or made of latent ones.
+        shared = next((x for x in self._pattern_layers if x.gave(key, value)), None)
+        if shared is None:
+            raise NotImplementedError(
+                f"{type(module).__name__}: layer {number} attends to other keys or values than it gave to its cache: pass "
+                f"cache_implementation='dynamic'"
+            )
+        return shared
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        update = _update_at_a_break if torch.compiler.is_dynamo_compiling() else _update
+        return update(self, key_states, value_states, layer_idx)
+
+    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        """Leaves the rows of a layer where they are until it has attended (`end_layer`)."""
+
+    def end_layer(self, layer: PatternLayer) -> None:
+        """Moves the rows of a layer that has attended to the host's memory, if the cache does."""
+        if self.offloading:
+            layer.offload()
+
+    # ---- batch rows and lengths
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last `-tokens_to_remove` tokens. A positive number is the length to keep, as in earlier Transformers.
+
+        Raises:
+            ValueError: rows that the remaining tokens see have been dropped.
+        """
+        seen = max((layer.seen for layer in self._pattern_layers), default=0)
+        count = -tokens_to_remove if tokens_to_remove <= 0 else max(0, seen - tokens_to_remove)
+        length = max(0, seen - count)
+        lengths = torch.tensor([length]) if self._valid is None else self._valid[:, :length].sum(1)
+        if count and not all(table.has(lengths) for table in self._shared.tables.values()):
+            raise ValueError(
+                f"PatternCache: rows that {length} tokens see were dropped, of {seen} tokens: call "
+                f"cache.activate_past_recording() before the tokens that you crop"
+            )
+        layers: list[Any] = self.layers
+        for layer in layers:
+            if not isinstance(layer, PatternLayer) or layer.seen:
+                layer.crop(length - seen)
+        if count:
+            for table in self._shared.tables.values():
+                table.crop(lengths)
+            self._valid = None if self._valid is None else self._valid[:, :length]
+        self._floor = length
+
+    def activate_past_recording(self) -> None:
+        """Keeps all later rows until the next `crop`, which then may remove any of them."""
+        if not self.recording:
+            self._floor = max((layer.seen for layer in self._pattern_layers), default=0)
+        for layer in self.layers:
+            if hasattr(layer, "activate_past_recording"):
+                layer.activate_past_recording()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Takes the batch rows of these numbers [rows]."""
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+        rows = beam_idx.cpu()
+        for table in self._shared.tables.values():
+            table.select(lambda x: x.index_select(0, rows))
+        self._valid = None if self._valid is None else self._valid[rows]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each batch row, as beams of `generate` need it."""
+        self.reorder_cache(torch.arange(self._batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps the batch rows of these numbers."""
+        self.reorder_cache(torch.arange(self._batch)[indices.cpu()])
+
+    @property
+    def _batch(self) -> int:
+        return next((len(x) for layer in self._pattern_layers for rows in layer.rows for x in rows.tensors), 0)
+
+    def reset(self) -> None:
+        """Empties the cache."""
+        super().reset()
+        self._shared.tables.clear()
+        self._valid, self._floor = None, 0
+
+
+def _update(cache: PatternCache, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    if not cache.arrival.number:
+        raise ValueError("PatternCache: it serves calls of a patched model: call the model, not its layers")
+    of_layer: Any = cache.layers[layer]
+    if not cache.offloading:
+        of_layer.update(key, value)
+    else:
+        Cache.update(cache, key, value, layer)
+        of_layer.prefetch()  # if the stream beside has not brought its rows yet
+    return key, value
+
+
+_update_at_a_break = torch.compiler.disable(_update, reason=UNTRACEABLE)
+
+
+def _why_not(model: nn.Module, config: Any) -> str | None:
+    """Returns why a `PatternCache` cannot serve a model; None if it can."""
+    hybrids = hybrids_of(config)
+    reason = OTHER_VALUES.get(config.model_type)
+    return reason if reason is not None or hybrids is None else hybrids.why_no_pattern_cache(model)
+
+
+def cache_for_generate(model: PreTrainedModel) -> PatternCache | None:
+    """Returns a cache for a `generate` that was given none, and says so once; None if the model's patterns drop no keys."""
+    config = model.config.get_text_config(decoder=True)
+    unfit = implementation_of(config) != IMPLEMENTATION or any(x is config for x in running().exact)
+    # Latent keys take fewer bytes than those of all heads that are made of them, which a PatternCache holds.
+    latent = getattr(config, "kv_lora_rank", None) is not None
+    if unfit or latent or all(map(keeps_all, patterns_of(config).values())) or _why_not(model, config) is not None:
+        return None
+    warn_once(
+        f"generate keeps only the rows that the pattern of {type(model).__name__} can still see (ra.PatternCache): pass "
+        f"cache_implementation='dynamic' to keep all rows",
+        logging.INFO,
+    )
+    return PatternCache(model)

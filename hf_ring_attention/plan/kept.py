@@ -1,0 +1,147 @@
+"""The keys that a cache keeps: those that the next query of a document, or a later one, can still see.
+
+They follow from the borders of the branches, which never fall from one query to the next: in a branch, no later query sees a
+key in front of those that the next query sees there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from .branches import LARGEST
+from .parts import parts_of
+from .patterns import Pattern
+
+
+class KeptKeys(NamedTuple):
+    """The keys from `first` on and before `beyond` whose positions have this residue modulo `stride`.
+
+    These are integers, or tensors of integers that broadcast.
+    """
+
+    first: Any
+    beyond: Any
+    stride: int
+    residue: Any
+
+
+def kept_keys(pattern: Pattern, phase: Any, length: Any) -> list[KeptKeys]:
+    """Returns the keys that query `length` or a later one sees, for each branch; causality aside.
+
+    The phase of a head and the length are integers, or tensors of integers that broadcast.
+    """
+    kept = []
+    for part in parts_of(pattern):
+        for branch in part.pattern.branches:
+            residue = phase % branch.dilation
+            query = length if branch.queries == "all" else length + (residue - length) % branch.dilation
+            first, beyond = (border.position(query) for border in branch.borders())
+            kept.append(KeptKeys(first, beyond, branch.dilation, residue))
+    return kept
+
+
+def period_of(pattern: Pattern) -> int:
+    """Returns the smallest number whose multiples can be added to a phase without a difference."""
+    return math.lcm(*(branch.dilation for branch in pattern.branches))
+
+
+def keeps_all(pattern: Pattern) -> bool:
+    """Returns whether every key of every head is seen by some later query, however long the document is."""
+    return all(any(_is_all(kept) for kept in kept_keys(own, 0, LARGEST >> 8)) for own in pattern.kv_heads or (pattern,))
+
+
+def _is_all(kept: KeptKeys) -> bool:
+    return kept.first <= 0 and kept.beyond >= LARGEST >> 8 and kept.stride == 1
+
+
+def sees_all_kept(pattern: Pattern) -> bool:
+    """Returns whether each query sees every key that was kept for it and for later queries, and sees it once."""
+    every_query = all(branch.queries == "all" or branch.dilation == 1 for branch in pattern.branches)
+    one_phase = pattern.phase_by == "kv_head" or period_of(pattern) == 1
+    return every_query and one_phase and (pattern.overlap == "once" or len(pattern.branches) == 1)
+
+
+def count_kept(pattern: Pattern, phases: Sequence[int], length: int) -> int:
+    """Returns how many of the first `length` keys some later query sees, in a head with one of these phases."""
+    every = [kept for phase in phases for kept in kept_keys(pattern, phase, length)]
+    spans = {(max(0, x.first), min(length, x.beyond), x.stride, x.residue) for x in every}
+    ends = sorted({end for first, beyond, *_ in spans for end in (first, beyond) if first < beyond})
+    return sum(
+        _count_classes(
+            sorted({(stride, residue) for first, beyond, stride, residue in spans if first <= low and high <= beyond}),
+            low,
+            high,
+        )
+        for low, high in itertools.pairwise(ends)
+    )
+
+
+def _count_classes(classes: Sequence[tuple[int, int]], low: int, high: int) -> int:
+    """Returns how many numbers from low on and below high have one of the residues, each modulo its stride."""
+    if not classes:
+        return 0
+    (stride, residue), *rest = classes
+    found = (high - 1 - residue) // stride - (low - 1 - residue) // stride
+    both = [x for other in rest if (x := _both(stride, residue, *other)) is not None]
+    return found + _count_classes(rest, low, high) - _count_classes(sorted({*both}), low, high)
+
+
+def _both(stride: int, residue: int, other: int, of_other: int) -> tuple[int, int] | None:
+    """Returns the stride and the residue of the numbers that are in both classes; None if there are none."""
+    common = math.gcd(stride, other)
+    if (of_other - residue) % common:
+        return None
+    steps = (of_other - residue) // common * pow(stride // common, -1, other // common)
+    both = stride // common * other
+    return both, (residue + stride * steps) % both
+
+
+def heads_of_patterns(
+    pattern: Pattern, group: int, num_kv_heads: int, first_kv_head: int = 0
+) -> Iterator[tuple[Pattern, tuple[int, ...], tuple[tuple[int, ...], ...]]]:
+    """Yields (pattern, key/value heads, the phases in each of them) for heads that have one pattern.
+
+    Args:
+        group: the query heads that share a key/value head.
+        num_kv_heads: they are counted from `first_kv_head` on in the attention, and from 0 here.
+    """
+    heads_of: dict[Pattern, list[int]] = {}
+    for head in range(num_kv_heads):
+        heads_of.setdefault(pattern.of_kv_head(first_kv_head + head), []).append(head)
+    for own, heads in heads_of.items():
+        yield own, tuple(heads), tuple(_phases_of_head(own, first_kv_head + head, group) for head in heads)
+
+
+def _phases_of_head(pattern: Pattern, kv_head: int, group: int) -> tuple[int, ...]:
+    period = period_of(pattern)
+    if pattern.phase_by == "kv_head" or period == 1:
+        return (kv_head % period,)
+    return tuple(head % period for head in range(kv_head * group, (kv_head + 1) * group))
+
+
+@lru_cache(maxsize=256)
+def most_rows(pattern: Pattern, phases: Sequence[int], length: int) -> int:
+    """Returns the most rows that a head's cache holds at once until it has `length` tokens, one of them new.
+
+    Blocks are left behind at their ends, so the most rows are at the end of the document or of a block.
+    """
+    after = {length - 1}
+    for branch in pattern.branches:
+        blocks = [border for border in branch.borders() if border.kind == "block"]
+        for width in {border.value for border in blocks}:
+            end = (length - 1) // width * width
+            after |= {end - 1} | {end - branch.dilation + phase % branch.dilation for phase in phases}
+    return max(count_kept(pattern, phases, x) for x in after if 0 <= x < length) + 1 if length else 0
+
+
+def cache_rows(pattern: Pattern, num_heads: int, num_kv_heads: int, length: int) -> int:
+    """Returns the most rows of keys that a layer's `PatternCache` holds for a row of `length` tokens, over its key/value heads.
+
+    Heads with the same pattern have as many rows as the one that needs the most.
+    """
+    groups = heads_of_patterns(pattern, num_heads // num_kv_heads, num_kv_heads)
+    return sum(len(heads) * max(most_rows(own, x, length) for x in {*phases}) for own, heads, phases in groups)
