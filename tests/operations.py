@@ -24,7 +24,7 @@ def count_for_cuda(monkeypatch):
     def chosen(device, dtype, width, value_width, softcap, setting, kinds, *others):
         if kinds.rows >= LONG_TILE:
             return Cudnn()
-        return CudaFlash() if kinds.whole_rows else Fused(settings_for(torch.bfloat16, 128, "sm_90"))
+        return CudaFlash() if kinds.rows and kinds.whole_rows else Fused(settings_for(torch.bfloat16, 128, "sm_90"))
 
     monkeypatch.setattr(cuda_kernels, "aten", SilentOperators)
     monkeypatch.setattr(tiles, "_start", lambda function, items, *_, **__: torch.ops.silent.launch(items))

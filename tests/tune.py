@@ -158,7 +158,7 @@ def candidates(now: Settings, width: int, kind: str, shared: int) -> Candidates:
 def settings_with(now: Settings, many: bool, **chosen: Setting | None) -> Settings:
     """Returns today's settings of one kind of launches for both kinds, with other settings of some kernels."""
     pairs = {kernel: 2 * (chosen.get(kernel, getattr(now, kernel)[many]),) for kernel in ("forward", "dq", "dkdv")}
-    return Settings(**pairs, few_keys=chosen.get("few_keys", now.few_keys))
+    return now._replace(**pairs, few_keys=chosen.get("few_keys", now.few_keys))
 
 
 @dataclass(frozen=True)
@@ -391,7 +391,8 @@ def row_of(kind: str, width: int, settings: Settings) -> str:
         return f"Setting({', '.join([*words, *(['small=True'] if setting.small else [])])})"
 
     lines = [f'    ("{kind}", {width}): Settings(']
-    for kernel, pair in settings._asdict().items():
+    for kernel in BLOCKS:
+        pair = getattr(settings, kernel)
         if kernel == "few_keys":
             lines += [f"        few_keys={code(pair)},"] if pair else []
         elif pair[0] == pair[1]:

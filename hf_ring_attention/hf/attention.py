@@ -18,7 +18,7 @@ from ..ring.operator import UNTRACEABLE, GraphLayer, check_not_traced
 from ..ring.planned import Planned, planned_call, refusals_of_all
 from .config import layer_pattern
 from .forward_pass import CALL, ForwardPass, forward_pass_of, names_rows_in_graph, new_pass, number_of
-from .layer_checks import Settings, check_call, check_dropped_keys, check_padding_and_pieces, name_of
+from .layer_checks import LayerSettings, check_call, check_dropped_keys, check_padding_and_pieces, name_of
 from .masks import TOKENS, OwnBranch, Tokens, padding_first, tokens_of
 from .pattern_layer import layer_call
 from .registration import IMPLEMENTATION
@@ -77,7 +77,7 @@ def ring_dilated_attention(
     return _layer_attention(module, tensors, attention_mask, settings), None
 
 
-def _layer_attention(module: nn.Module, tensors: _Tensors, mask: Tensor | None, settings: Settings) -> Tensor:
+def _layer_attention(module: nn.Module, tensors: _Tensors, mask: Tensor | None, settings: LayerSettings) -> Tensor:
     """Returns out [B, m, H, Dv] of a layer."""
     now = forward_pass_of(getattr(module, "config", None)) or new_pass(module)
     (query, key, value, sinks), tokens = tensors, getattr(mask, TOKENS, None) or _tokens_of(module, mask, now)
@@ -108,7 +108,7 @@ def _layer_attention(module: nn.Module, tensors: _Tensors, mask: Tensor | None, 
 
 
 def _attention_to_kept(
-    module: nn.Module, tensors: _Tensors, tokens: Tokens, settings: Settings, now: ForwardPass
+    module: nn.Module, tensors: _Tensors, tokens: Tokens, settings: LayerSettings, now: ForwardPass
 ) -> Tensor:
     """Returns out [B, n, H, Dv] of a layer whose earlier keys are in a `PatternCache`."""
     cache, ring, (query, key, value, sinks) = now.kept, now.ring, tensors
@@ -168,7 +168,7 @@ def _planned(
     module: nn.Module,
     tensors: _Tensors,
     tokens: Tokens,
-    settings: Settings,
+    settings: LayerSettings,
     now: ForwardPass,
     recorded: bool | None = None,
 ) -> Planned:
@@ -197,7 +197,12 @@ def _planned(
 
 
 def _deciding(
-    module: nn.Module, tensors: _Tensors, tokens: Tokens, settings: Settings, now: ForwardPass, recorded: bool | None
+    module: nn.Module,
+    tensors: _Tensors,
+    tokens: Tokens,
+    settings: LayerSettings,
+    now: ForwardPass,
+    recorded: bool | None,
 ) -> tuple[Any, ...]:
     """Returns all that decides the checks of a layer and its call."""
     (query, key, value, sinks), number, given = tensors, getattr(module, "layer_idx", None), settings[4]
@@ -219,7 +224,7 @@ def _deciding(
 
 
 def _checked(
-    module: nn.Module, tensors: _Tensors, tokens: Tokens, settings: Settings, now: ForwardPass
+    module: nn.Module, tensors: _Tensors, tokens: Tokens, settings: LayerSettings, now: ForwardPass
 ) -> dict[str, Any]:
     """Checks a layer's call, and returns its arguments of `planned_call` beside tensors."""
     (query, key, *_), (_, scaling, sliding_window, softcap, given) = tensors, settings

@@ -27,7 +27,7 @@ _KNOWN = (
 )  # fmt: skip
 
 #: The other arguments of a layer: dropout, scaling, sliding_window and softcap, and those beside them by their names.
-Settings = tuple[float, float | None, int | None, float | None, Mapping[str, Any]]
+LayerSettings = tuple[float, float | None, int | None, float | None, Mapping[str, Any]]
 
 
 def name_of(module: nn.Module) -> str:
@@ -69,7 +69,7 @@ def check_padding_and_pieces(
         )
 
 
-def check_call(module: nn.Module, settings: Settings, now: ForwardPass) -> None:
+def check_call(module: nn.Module, settings: LayerSettings, now: ForwardPass) -> None:
     """Refuses dropout, a request for attention weights, and inputs that would change the scores, the keys or documents."""
     name, (dropout, *_, given) = type(module).__name__, settings
     if dropout:
