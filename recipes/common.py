@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import checkpoints
 import torch
@@ -266,6 +267,11 @@ def add_ring(parser: argparse.ArgumentParser) -> None:
 def pattern_settings(pattern: ra.Pattern | ra.Calibration) -> str | dict[str, str]:
     """Returns a pattern for the settings of a checkpoint; for a calibration its layers, since its file may change."""
     return str(pattern) if isinstance(pattern, ra.Pattern) else pattern.texts_of_layers
+
+
+def fewest_last(settings: str | dict[str, Any]) -> int | None:
+    """Returns the fewest last tokens to which patterns show every key: as many may come behind a text together."""
+    return min(map(int, re.findall(r"last=(\d+)", str(settings))), default=None)
 
 
 if __name__ == "__main__":

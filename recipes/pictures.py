@@ -54,3 +54,24 @@ def plot_quality(figures: Sequence[Mapping[str, Any]], path: Path) -> None:
     axis.set_ylabel("perplexity")
     axis.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
+
+
+def plot_decoding(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draws the milliseconds of a token and the MiB of the cache by the tokens in it, a line for each attention."""
+    figure = _figure(9, 4)
+    axes = figure.subplots(1, 2)
+    for name in dict.fromkeys(row["attention"] for row in rows):
+        own = [row for row in rows if row["attention"] == name]
+        tokens = [row["tokens"] for row in own]
+        axes[0].plot(
+            tokens, [row["ms"] for row in own], marker="o", label=Path(name).stem if name.endswith(".json") else name
+        )
+        axes[1].plot(tokens, [row["bytes"] / 2**20 for row in own], marker="o")
+    for axis, label in zip(axes, ("milliseconds of a token", "MiB of the cache")):
+        axis.set(xscale="log", yscale="log", xlabel="tokens in the cache", ylabel=label)
+        axis.set_xticks(sorted({row["tokens"] for row in rows}))
+        axis.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}k")
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=9, frameon=False)
+    figure.savefig(path, dpi=120)

@@ -115,18 +115,13 @@ def candidate_losses(model: Any, prompt: list[int], candidates: list[list[int]],
     return losses
 
 
-def fewest_last(pattern: ra.Pattern | ra.Calibration) -> int | None:
-    """Returns the fewest last tokens to which a pattern shows every key: as many may come behind a prompt together."""
-    texts = [str(pattern)] if isinstance(pattern, ra.Pattern) else pattern.texts_of_layers.values()
-    return min((int(number) for text in texts for number in re.findall(r"last=(\d+)", text)), default=None)
-
-
 def answers(model: Any, writer: Writer, args: argparse.Namespace, ring: ra.Ring) -> Iterator[dict[str, Any]]:
     """Yields a row of figures for each question, pattern by pattern."""
     for name, pattern in args.patterns.items():
         ra.patch_model(model.eval(), pattern, ring=ring)
+        at_once = common.fewest_last(common.pattern_settings(pattern))
         for key in itertools.product(args.tasks, args.lengths, args.depths, range(args.samples)):
-            losses = candidate_losses(model, *writer.question(*key), fewest_last(pattern))
+            losses = candidate_losses(model, *writer.question(*key), at_once)
             yield {
                 **dict(zip(("task", "length", "depth", "number"), key)),
                 "pattern": name,

@@ -200,7 +200,7 @@ def check_program(words):
 
 def test_options_in_the_text_are_those_of_the_programs():
     programs = ("calibrate", "perplexity", "estimate")
-    known = help_of("finetune") + "".join(help_of("hf-ring-attention", name) for name in programs)
+    known = help_of("finetune") + help_of("ask") + "".join(help_of("hf-ring-attention", name) for name in programs)
     for page in (RECIPES, *GUIDES):
         options = {*re.findall(r"--[a-z]+(?:-[a-z]+)*\b(?!_)", without_blocks(page))}
         check_options(options - {"--cpu"}, known)  # that one is of launchers
@@ -258,7 +258,7 @@ def test_pages_are_short(page, longest):
 
 
 def test_there_are_guides_to_all_topics_and_links_to_them():
-    topics = ["calibrating", "choosing", "clusters", "evaluating", "figures", "ideas", "memory", "recovery"]
+    topics = ["calibrating", "choosing", "clusters", "evaluating", "figures", "ideas", "memory", "recovery", "serving"]
     assert [guide.stem for guide in GUIDES] == topics
     assert not [guide for guide in GUIDES if f"(guide/{guide.name})" not in RECIPES.read_text("utf-8")]
 

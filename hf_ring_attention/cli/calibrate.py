@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 
 #: The files in the folder of a calibration, and the folder of its measurements.
 CALIBRATION, REPORT, MEASURED = "calibration.json", "report.txt", "measurements"
-_BUDGETS = {"flops": "the FLOPs", "cache_reads": "the reads of the cache", "bytes": "the bytes of the ring"}
+_BUDGETS = {
+    "flops": "the FLOPs",
+    "cache_reads": "the reads of the cache",
+    "cache": "the cache",
+    "bytes": "the bytes of the ring",
+}
 
 
 def add_calibrate(parser: Parser) -> None:
@@ -117,17 +122,20 @@ def _print_patterns(calibration: Calibration, model: str) -> None:
     total, rows = counts.total(), []
     for pattern in sorted(calibration.menu, key=calibration.share_of):
         layers = layer_numbers([layer for layer in sorted(heads) if pattern in heads[layer]]) or "-"
-        share, count = calibration.share_of(pattern), counts[pattern]
-        rows.append((pattern, f"{share:.1%}", count, f"{count / total:.0%}", layers))
+        shares, count = (f"{calibration.share_of(pattern, of):.1%}" for of in ("flops", "cache")), counts[pattern]
+        rows.append((pattern, *shares, count, f"{count / total:.0%}", layers))
     notes = [
         f"{calibration.flop_share:.2%} of exact attention's FLOPs at {short_count(calibration.seq_len)} tokens",
+        f"{calibration.share('cache'):.2%} of its cache (ra.PatternCache)",
         f"{calibration.share('cache_reads'):.2%} of its reads of the cache for the next token",
         f"the budget was {calibration.budget:.2%} of {_BUDGETS[calibration.budget_of]}",
     ]
     if calibration.ranks:
-        notes.insert(2, f"{calibration.share('bytes'):.2%} of the bytes of a ring of {calibration.ranks}")
+        notes.insert(3, f"{calibration.share('bytes'):.2%} of the bytes of a ring of {calibration.ranks}")
     title = f"{model}: {total} groups of heads in {len(heads)} layers"
-    print_table(title, ("pattern", "FLOPs of exact's", "groups", "of all", "in layers"), rows, notes)
+    print_table(
+        title, ("pattern", "FLOPs of exact's", "cache of exact's", "groups", "of all", "in layers"), rows, notes
+    )
 
 
 def _print_texts(calibration: Calibration, names: Sequence[str], rows: int) -> None:

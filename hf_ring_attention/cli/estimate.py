@@ -80,7 +80,7 @@ def estimate_command(args: Namespace) -> None:
 
 def _figures_of(answer: Estimate) -> dict[str, Any]:
     """Returns all figures, as JSON has them; sizes are bytes."""
-    from ..cost.questions import longest_sequence, next_switches, smallest_ring
+    from ..cost.questions import longest_sequence, most_cached_tokens, next_switches, smallest_ring
 
     names = ("phases", "peak", "peak_phase", "host", "memory", "fits", "not_counted")
     figures: dict[str, Any] = {name: getattr(answer.shape, name) for name in ("model_type", "parameters")}
@@ -90,9 +90,13 @@ def _figures_of(answer: Estimate) -> dict[str, Any]:
         buffers = {name: call.busiest(name).buffers for name in call.balance}
         chosen = {"transport": call.decision.choice, "reason": call.decision.reason, "layout": call.layout.kind}
         figures["exchanges"][pattern] = chosen | {"buffers": buffers}
+    figures["cache"] = asdict(answer.cache) | {
+        "patterns": {pattern: {"layers": layers, **asdict(size)} for pattern, (layers, size) in answer.caches.items()}
+    }
     figures["next_switches"] = [asdict(one) for one in next_switches(answer)]
     if answer.memory is not None:
         ring = smallest_ring(answer)
+        figures["cache"]["most_tokens"] = most_cached_tokens(answer)
         figures["longest_sequence"] = longest_sequence(answer)
         figures["smallest_ring"] = None if ring is None else dict(zip(("ring_size", "devices"), ring))
     return figures
@@ -112,6 +116,26 @@ def _print_estimate(answer: Estimate, figures: dict[str, Any], model: str) -> No
     ]
     if setting.ring_size > 1 and exchanged:
         print_table("", ("pattern", "chosen", "buffers of a rank, by transport"), exchanged, left=3)
+    _print_cache(answer, figures["cache"])
+
+
+def _print_cache(answer: Estimate, cache: dict[str, Any]) -> None:
+    rows: list[tuple[Any, ...]] = [
+        (pattern, len(size["layers"]), short_bytes(size["kept"]), short_bytes(size["whole"]))
+        for pattern, size in cache["patterns"].items()
+    ]
+    if len(rows) > 1:
+        rows.append(("all", sum(row[1] for row in rows), short_bytes(cache["kept"]), short_bytes(cache["whole"])))
+    notes = []
+    if "most_tokens" in cache:
+        most = {
+            kind: "any number of" if count is None else f"{count:,}" for kind, count in cache["most_tokens"].items()
+        }
+        notes.append(f"beside the weights fit {most['kept']} tokens by pattern, {most['whole']} whole")
+    if answer.shape.attention.mixers is not None:
+        notes.append("not counted: the states of mixers")
+    title = f"Cache of generate on one device, {short_count(answer.setting.seq_len)} tokens, {answer.setting.dtype}"
+    print_table(title, ("pattern", "layers", "ra.PatternCache", "whole"), rows, notes)
 
 
 def _answers(answer: Estimate, figures: dict[str, Any]) -> list[str]:

@@ -6,7 +6,8 @@ import itertools
 from argparse import Namespace
 from typing import Any
 
-from ..cost.explain import Explanation
+from ..cost.cache import CacheBytes, sum_of_caches
+from ..cost.explain import Explanation, number_bytes
 from ..cost.layers import ModelAttention, ModelMixers, StepExplanation, explain_layers
 from ..hf.models import why_not
 from ..plan.choices import check_choices
@@ -143,7 +144,16 @@ def _facts(args: Namespace, attention: ModelAttention, step: StepExplanation) ->
     for _, call in step.calls:
         of_pattern = f"{call.pattern}: " * (len(step.calls) > 1)
         facts.append(("transport", f"{of_pattern}{call.decision.choice}: {call.decision.reason}"))
+    if step.base.cache is not None:
+        caches = attention.caches(args.tokens, args.batch_size, number_bytes(args.dtype)[0])
+        if len(caches) > 1:
+            facts += [("cache", f"{pattern}: {_cache_in_words(size)}") for pattern, (_, size) in caches.items()]
+        facts.append(("cache", _cache_in_words(sum_of_caches(size for _, size in caches.values()))))
     return facts
+
+
+def _cache_in_words(size: CacheBytes) -> str:
+    return f"{short_bytes(size.kept)} by ra.PatternCache, {short_bytes(size.whole)} whole, on one device"
 
 
 def _mixers_in_words(mixers: ModelMixers, step: StepExplanation, ranks: int) -> str:

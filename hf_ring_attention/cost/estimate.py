@@ -12,6 +12,7 @@ from ..hybrids.mixers import MOST_GATHERED
 from ..plan.choices import COLLECTIVE_BYTES
 from ..plan.layouts import LayoutKind
 from ..plan.patterns import Pattern, as_pattern
+from .cache import CacheBytes, sum_of_caches
 from .explain import Explanation
 from .layers import ModelAttention, explain_patterns
 from .memory import (
@@ -60,6 +61,21 @@ class Estimate:
     phases_with_host: dict[str, int]
     exchanges: dict[str, Explanation]
     memory: int | None
+
+    @property
+    def caches(self) -> dict[str, tuple[list[int], CacheBytes]]:
+        """For each pattern, the layers that have keys, and the bytes of their cache for `generate` on one device in `dtype`.
+
+        A hybrid's states are not counted, nor the room for 1 row in 32 that growing rows have.
+        """
+        setting = self.setting
+        found = self.shape.attention.caches(setting.seq_len, setting.batch_size, setting.number_bytes)
+        return {str(pattern): cache for pattern, cache in found.items()}
+
+    @property
+    def cache(self) -> CacheBytes:
+        """The bytes of the cache in all layers: `whole` with every row, `kept` in `ra.PatternCache`."""
+        return sum_of_caches(size for _, size in self.caches.values())
 
     @property
     def peak(self) -> int:

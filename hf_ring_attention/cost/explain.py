@@ -15,6 +15,7 @@ from ..plan.patterns import Pattern, as_pattern
 from ..plan.plans import plan_rank
 from ..plan.problem import Problem, RingSettings, documents_of
 from ..plan.traffic import Bytes, RankTraffic, RowBytes, TransportKind, collective_traffic, ring_traffic
+from .cache import CacheBytes, cache_of_layer
 
 #: The bytes of a number, by the name of its dtype.
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -61,6 +62,8 @@ class Explanation:
         ranks: the work of each rank.
         layouts: by kind of layout, the work of the busiest rank divided by the mean, estimated.
         balance: the same by transport, in the chosen layout.
+        cache: the bytes of one layer's cache for `generate` on one device, of all keys and values (`whole`) and in
+            `ra.PatternCache` (`kept`); None for packed rows and for calls that are not causal.
 
     Example:
         >>> call = ra.explain("window:512+4", seq_len=65536, world_size=4, num_heads=32, num_kv_heads=8, head_dim=128)
@@ -79,6 +82,7 @@ class Explanation:
     ranks: tuple[RankShare, ...]
     layouts: dict[str, float]
     balance: dict[str, float]
+    cache: CacheBytes | None
 
     def traffic(self, transport: str | None = None) -> list[RankTraffic]:
         """Returns the bytes of each rank by a transport; None for the chosen one."""
@@ -90,7 +94,7 @@ class Explanation:
         return busiest_traffic([(1, self.traffic(transport))])
 
     def __str__(self) -> str:
-        layout, flops = self.layout, [share.forward_flops for share in self.ranks]
+        layout, cache, flops = self.layout, self.cache, [share.forward_flops for share in self.ranks]
         padding = f", {layout.padded_len - layout.seq_len} of padding" if layout.padded_len > layout.seq_len else ""
         lines = [
             f"pattern    {self.pattern}",
@@ -100,6 +104,11 @@ class Explanation:
             f"transport  {self.decision.choice}: {self.decision.reason}",
             f"forward    {max(flops) / 1e12:.4g} TFLOP on the busiest rank, {sum(flops) / 1e12:.4g} in all, "
             f"busiest / mean {self.imbalance:.3f}",
+            *(
+                []
+                if cache is None
+                else [f"cache      {cache.kept / 2**20:.1f} MiB by ra.PatternCache, {cache.whole / 2**20:.1f} whole"]
+            ),
             "",
             "| MiB of the busiest rank | forward received | forward sent | backward received | backward sent | buffers | "
             "busiest / mean |",
@@ -183,6 +192,9 @@ def explain(
     lengths = [stop - start for row in rows for start, stop in row]
     of_exact = num_heads * sum(n * (n + 1) // 2 if causal else n * n for n in lengths)
     ways: Any = (ring_traffic, collective_traffic, heads_traffic if by_heads else lambda *_: None)
+    cache = None
+    if causal and all(len(row) == 1 for row in rows):
+        cache = cache_of_layer(pattern, num_heads, num_kv_heads, seq_len, len(rows), sizes.row_bytes)
     moved = [[traffic(problem, rank, sizes) for traffic in ways] for rank in ranks]
     return Explanation(
         pattern=pattern,
@@ -194,4 +206,5 @@ def explain(
         ranks=tuple(RankShare(rank, 2 * widths * work[rank], *moved[rank]) for rank in ranks),
         layouts={layout.kind: estimated_imbalance(layout, pattern, rows) for layout in layouts},
         balance={name: busiest_over_mean(of_ranks) for name, of_ranks in pairs.items()},
+        cache=cache,
     )

@@ -11,6 +11,7 @@ from ..plan.patterns import Pattern
 from ..plan.problem import Documents
 from ..plan.state_runs import StateNumbers, rows_traffic, states_traffic
 from ..plan.traffic import RankTraffic
+from .cache import CacheBytes, cache_of_layer
 from .explain import Explanation, busiest_traffic, explain, number_bytes
 
 
@@ -44,6 +45,8 @@ class ModelAttention:
     layers: tuple[Pattern, ...]  # of each layer that attends
     numbers: tuple[int, ...]  # of these layers in the model
     mixers: ModelMixers | None = None  # the other modules of a hybrid that mix tokens
+    latent: int | None = None  # the numbers of a token in Transformers' caches of latent attention; None for others
+    first_without_keys: int | None = None  # from this layer on, layers read the keys of earlier ones; None for none
 
     def layers_of_patterns(self) -> dict[Pattern, list[int]]:
         """Returns the numbers of the layers that have each pattern."""
@@ -51,6 +54,19 @@ class ModelAttention:
         for number, pattern in zip(self.numbers, self.layers):
             layers.setdefault(pattern, []).append(number)
         return layers
+
+    def caches(self, tokens: int, batch_size: int, number_bytes: int) -> dict[Pattern, tuple[list[int], CacheBytes]]:
+        """Returns, for each pattern, the numbers of its layers with keys, and the bytes of their cache for `generate`."""
+        beyond, caches = self.first_without_keys, {}
+        row_bytes = (self.head_dim + self.value_dim) * number_bytes
+        for pattern, numbers in self.layers_of_patterns().items():
+            layers = [number for number in numbers if beyond is None or number < beyond]
+            one = cache_of_layer(pattern, self.num_heads, self.num_kv_heads, tokens, batch_size, row_bytes)
+            if self.latent is not None:
+                one = CacheBytes(tokens * batch_size * self.latent * number_bytes, one.kept)
+            if layers:
+                caches[pattern] = layers, one.times(len(layers))
+        return caches
 
     def flop_share(self, tokens: int) -> float:
         """Returns the attention FLOPs of all layers for one document, as a share of exact attention's."""

@@ -116,10 +116,12 @@ def attention_of_model(
     kv_heads = getattr(text, "num_key_value_heads", None) or (1 if getattr(text, "multi_query", False) else heads)
     kv_heads = getattr(getattr(text, "attn_config", None), "kv_n_heads", None) or kv_heads  # Configs of dbrx have it.
     head_dim = next((x for x in (getattr(text, n, None) for n in ("head_dim", "kv_channels")) if x), None)
+    latent = None
     value_dim = head_dim = head_dim or _positive(text, name, "hidden_size") // heads
     if getattr(text, "qk_nope_head_dim", None):  # Latent attention expands its keys.
         head_dim, kv_heads = text.qk_nope_head_dim + text.qk_rope_head_dim, heads
         value_dim = getattr(text, "v_head_dim", None) or head_dim
+        latent = text.kv_lora_rank + text.qk_rope_head_dim
     window = getattr(text, "sliding_window", None)
     kinds = getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * count
     of_kind: dict[str, Branch | None] = {
@@ -147,6 +149,8 @@ def attention_of_model(
         layers=tuple(layers.values()),
         numbers=tuple(layers),
         mixers=mixers,
+        latent=latent,
+        first_without_keys=count - shared if (shared := getattr(text, "num_kv_shared_layers", None)) else None,
     )
 
 

@@ -13,12 +13,15 @@ from typing import Any
 
 from ..hybrids.mixers import MOST_GATHERED
 from ..plan.patterns import Pattern
+from .cache import sum_of_caches
 from .estimate import Estimate, buffers_part, gathered_bytes, parts_by_bound
 from .memory import MemoryPart, TrainingSetting, total_bytes
 from .shape import ModelShape
 
 #: The largest ring that is tried, in multiples of the devices.
 MOST_TIMES_THE_DEVICES = 1024
+#: A cache that fits for rows of this many tokens fits for any row.
+ENDLESS = 1 << 50
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,27 @@ def _scaled_buffers(answer: Estimate, setting: TrainingSetting) -> MemoryPart | 
         return None
     size = -(-call.busiest().buffers * setting.local_tokens // answer.setting.local_tokens)
     return buffers_part(call.decision.choice, size, "in proportion to the tokens")
+
+
+def most_cached_tokens(answer: Estimate) -> dict[str, int | None]:
+    """Returns the most tokens of a row whose cache fits one device beside the weights in `dtype`, "whole" and "kept".
+
+    None means any number of tokens, and 0 that the weights leave no room.
+    """
+    assert answer.memory is not None
+    setting, attention = answer.setting, answer.shape.attention
+    room = answer.memory - answer.shape.parameters * setting.number_bytes
+
+    def most(kind: str) -> int | None:
+        def exceeds(tokens: int) -> bool:
+            caches = attention.caches(tokens, setting.batch_size, setting.number_bytes).values()
+            return bool(getattr(sum_of_caches(size for _, size in caches), kind) > room)
+
+        if room <= 0 or exceeds(1):
+            return 0
+        return bisect_left(range(ENDLESS), True, key=exceeds) - 1 if exceeds(ENDLESS) else None
+
+    return {kind: most(kind) for kind in ("whole", "kept")}
 
 
 def smallest_ring(answer: Estimate) -> tuple[int, int] | None:

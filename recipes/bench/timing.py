@@ -76,7 +76,7 @@ def options(program: str, words: Sequence[str] | None, **defaults: Any) -> tuple
     parser = argparse.ArgumentParser(description=program, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {"heads": 8, "kv_heads": 0, "head_dim": 64, "dtype": "float32", **defaults}.items():
         first = default[0] if isinstance(default, list) else default
-        how: dict[str, Any] = {"type": str if name in ("dtype", "patterns", "parts") else count}
+        how: dict[str, Any] = {"type": str if name in ("dtype", "patterns", "parts", "plot") else count}
         how |= {"nargs": "+"} if isinstance(default, list) else {}
         how = {"action": "store_true"} if first is False else {**how, "default": default, "help": f"default: {default}"}
         parser.add_argument(f"--{name.replace('_', '-')}", **how)

@@ -64,6 +64,18 @@ def test_a_budget_of_bytes(folder, command, refusal):
     assert "argument --ranks: one process moves no bytes: name the ranks of the ring, 2 or more" in error
 
 
+def test_a_budget_of_the_cache(folder, command):
+    output = folder / "chosen"
+    printed = " ".join(
+        command(words_of(folder, "--budget-of", "cache", "--output", output, "--refinements", 0)).split()
+    )
+    chosen = ra.Calibration.load(output / "calibration.json")
+    assert chosen.budget_of == "cache" and chosen.share("cache") <= 0.5
+    assert f"{chosen.share('cache'):.2%} of its cache (ra.PatternCache)" in printed
+    assert "the budget was 50.00% of the cache" in printed
+    assert f"window:16+1 {chosen.share_of(ra.Pattern.parse('window:16+1')):.1%} 21.2%" in printed  # 17 of 80 rows
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

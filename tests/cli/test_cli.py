@@ -10,13 +10,16 @@ from collections import Counter
 
 import pytest
 
+import hf_ring_attention as ra
 from hf_ring_attention import __version__
 from hf_ring_attention.cli.main import COMMANDS, main
 from hf_ring_attention.cli.output import layer_numbers, print_table, short_bytes, short_count, short_seconds
 from hf_ring_attention.cost.explain import explain
 from hf_ring_attention.cost.layers import explain_layers
 from hf_ring_attention.cost.models import attention_of_model, load_config
+from hf_ring_attention.cost.questions import most_cached_tokens
 from hf_ring_attention.plan.patterns import Pattern
+from tests.support.tiny_models import tiny_config
 
 CALL = "--tokens 8k --ranks 4 --heads 8 --kv-heads 2 --head-dim 32"
 
@@ -119,6 +122,26 @@ def test_explain_counts_the_bytes_of_mixers_apart_from_attention(tmp_path, comma
         assert layers == [3] and step.traffic.backward.sent == call.busiest().backward.sent + 3 * sent
         printed = " ".join(command(f"explain --tokens 8192 --ranks 4 --model {tmp_path} --batch-size 2").split())
         assert words in printed and f"{short_bytes(sent)} " in printed and "mixers in layers 0-2; " in printed
+
+
+def test_commands_print_the_bytes_of_the_cache(tmp_path, command):
+    config = tiny_config("llama", num_hidden_layers=3)
+    ra.patch_config(config, ["window:32+4", "exact", "exact"]).save_pretrained(tmp_path)
+    answer = ra.estimate(config, 65536, memory=10**9)
+    words = f"estimate --model {tmp_path} --seq-len 64k --memory 1GB"
+    printed, figures = command(words), json.loads(command(f"{words} --json"))["cache"]
+    kept, whole = short_bytes(answer.cache.kept), short_bytes(answer.cache.whole)
+    assert re.search(rf"^all +3 +{kept} +{whole} *$", printed, re.MULTILINE)
+    most = most_cached_tokens(answer)
+    assert f"beside the weights fit {most['kept']:,} tokens by pattern, {most['whole']:,} whole" in printed
+    assert (figures["kept"], figures["whole"], figures["most_tokens"]) == (answer.cache.kept, answer.cache.whole, most)
+    assert figures["patterns"]["exact"]["layers"] == [1, 2]
+    alone = " ".join(command(f"{words} --pattern window:32+4").split())
+    assert f"beside the weights fit any number of tokens by pattern, {most['whole']:,} whole" in alone
+    explained = " ".join(command(f"explain --model {tmp_path} --tokens 64k --ranks 2").split())
+    assert f"{kept} by ra.PatternCache, {whole} whole, on one device" in explained
+    packed = command(f"explain --model {tmp_path} --tokens 64k --ranks 2 --documents 100,200")
+    assert "PatternCache" not in packed
 
 
 def test_explain_refuses_a_model_that_is_not_computed(tmp_path, refusal):

@@ -234,6 +234,26 @@ def test_a_budget_of_the_bytes_of_a_ring(rng):
         other.share("bytes")
 
 
+def test_a_budget_of_the_cache(rng):
+    """The cost is what the model's cache holds after a text: a dilated segment keeps half of the rows and reads few."""
+    model, [ids, *_] = model_of(3), random_texts(rng)
+    menu, most = ["window:4+1", "window:16+2", "branches:window=4,segment=all/2@count", "exact"], len(ids)
+    chosen = calibrated(model, [ids], menu=menu, budget=0.5, budget_of="cache")
+    assert chosen.budget_of == "cache" and 0 < chosen.share("cache") <= 0.5
+    assert ra.Calibration.from_dict(chosen.to_dict()) == chosen
+    cache = ra.PatternCache(ra.patch_model(model, chosen))
+    with torch.no_grad():
+        model(ids[None, :-1], cache=cache)
+        model(ids[None, -1:], cache=cache)
+    rows = sum(len(part.heads or (0, 1)) * part.table.num_slots for layer in cache.layers for part in layer.rows)
+    assert rows == pytest.approx(chosen.share("cache") * 3 * 2 * most, abs=3 * 2)
+    by_flops = calibrated(model_of(3), [ids], menu=menu, budget=0.5, refinements=0)
+    assert by_flops.budget_of == "flops"
+    dilated, exact = (ra.Pattern.parse(text) for text in menu[2:])
+    assert chosen.share_of(dilated, "cache") > 0.5 > chosen.share_of(dilated)
+    assert chosen.share_of(exact, "cache") == 1
+
+
 def test_layers_with_windows_keep_them(rng):
     texts = random_texts(rng)
     model = tiny_model("gemma3_text", "ring_dilated")
@@ -256,7 +276,7 @@ def test_layers_with_windows_keep_them(rng):
             {"budget": 0.001},
             r"budget=0.001 is below the cheapest pattern of the menu, window:4\+1: \d+ / \d+ = 0\.\d+ of exact",
         ),
-        ({"budget_of": "rows"}, "budget_of must be one of 'flops', 'cache_reads', 'bytes', got 'rows'"),
+        ({"budget_of": "rows"}, "budget_of must be one of 'flops', 'cache_reads', 'cache', 'bytes', got 'rows'"),
         ({"budget_of": "bytes"}, "a ring that moves bytes: ranks must be an integer of at least 2, got 1"),
         ({"ranks": 4}, "ranks=4 needs budget_of='bytes', got 'flops': leave it out"),
         ({"menu": ["exact"]}, "menu must have 2 or more patterns to choose from, got 1"),

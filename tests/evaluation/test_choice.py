@@ -125,6 +125,26 @@ def test_costs_are_the_pairs_of_the_definition(of, rng):
         assert costs[:, len(MENU)].tolist() == [length + 1] * 3
 
 
+def test_the_cost_of_a_cache_is_the_most_rows_that_later_queries_see(rng):
+    length = rng.randint(20, 60)
+    others = ("branches:sink=2,window=6,last=3", "branches:window=4,window=24/3:dilated", "longnet:8/1,32/2@query_head")
+    menu = [ra.Pattern.parse(one) for one in (*MENU, *others)]
+    costs = Cost("cache", length).of_menu(menu, 3)
+    for head, number in itertools.product(range(3), range(len(menu))):
+        pattern, period = menu[number], math.lcm(*(branch.dilation for branch in menu[number].branches))
+        # Query heads that share keys may have every phase.
+        members = range(period) if pattern.phase_by == "query_head" else [head]
+        seen = np.zeros((3 * length, length), dtype=bool)
+        for query, key, member in itertools.product(range(3 * length), range(length), members):
+            heads = {"head": member, "num_heads": max(3, period), "num_kv_heads": max(3, period)}
+            seen[query, key] |= (
+                key <= query and pattern.multiplicity(query, key, **heads, document_length=query + 1) > 0
+            )
+        kept = [int(seen[tokens:, :tokens].any(0).sum()) for tokens in range(length)]
+        assert costs[head, number] == max(kept) + 1  # the new token beside the rows of those before
+    assert costs[:, len(MENU)].tolist() == [length] * 3
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_bytes_are_the_rows_that_ranks_need_of_each_other(ranks, rng):
     """By the definition, and as the plan of a layer with all these patterns counts them."""

@@ -58,6 +58,19 @@ def test_ideal(tables):
         assert both == pytest.approx(ideal / ring, rel=0.03)
 
 
+def test_decoding(tables, tmp_path):
+    words = "--tokens 128 256 --layers 2 --kv-heads 1 --steps 2 --patterns exact window:32+4 --plot".split()
+    for tokens, rows in zip((128, 256), tables("decoding", *words, str(tmp_path / "a.png"), *ONCE), strict=True):
+        assert [row[0] for row in rows] == ["sdpa, whole cache", "exact", "window:32+4"]
+        row_mib = 2 * 2 * 16 * 4 / 2**20  # 2 layers, keys and values of a head of 16 numbers
+        for (name, ms, faster, mib, share), kept in zip(rows, (tokens, tokens, 36), strict=True):
+            assert ms > 0 and faster == pytest.approx(rows[0][1] / ms, rel=0.03)
+            # Four tokens in two turns come behind the text, and a growing cache has room for more.
+            assert kept * row_mib <= mib * 1.01 <= (kept + 4) * 1.05 * row_mib, name
+            assert share == pytest.approx(mib / rows[0][3], rel=0.03)
+    assert (tmp_path / "a.png").stat().st_size > 5000
+
+
 def test_memory(tables):
     words = "--tokens 2k --rank-tokens 512 --ranks 1 2 --step-tokens 256 --patterns exact"
     attention, rings, steps = tables("memory", *words.split())

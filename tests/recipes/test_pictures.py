@@ -25,3 +25,14 @@ def test_each_pattern_has_its_cost_and_its_perplexity(tmp_path, saved_figures):
     assert [text.get_text() for text in axis.texts] == ["exact", "window:512+4"]
     assert axis.get_xscale() == "log" and "log scale" in axis.get_xlabel()
     assert max(axis.get_xticks()) == 1 and len(axis.get_xticks()) >= 3
+
+
+def test_decoding_has_a_line_of_times_and_of_bytes_for_each_attention(tmp_path, saved_figures):
+    rows = [("sdpa", 2048, 40.0, 90), ("a/b/chosen.json", 2048, 35.0, 25), ("sdpa", 8192, 100.0, 360)]
+    rows = [dict(zip(("attention", "tokens", "ms", "bytes"), (*row[:3], row[3] * 2**20))) for row in rows]
+    pictures.plot_decoding(rows, tmp_path / "a.png")
+    (left, right), (legend,) = saved_figures[0].axes, saved_figures[0].legends
+    assert [list(line.get_ydata()) for line in left.get_lines()] == [[40, 100], [35]]
+    assert [list(line.get_ydata()) for line in right.get_lines()] == [[90, 360], [25]]
+    assert list(left.get_lines()[0].get_xdata()) == [2048, 8192]
+    assert [text.get_text() for text in legend.get_texts()] == ["sdpa", "chosen"]

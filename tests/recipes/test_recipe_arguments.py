@@ -40,6 +40,9 @@ REFUSED = [
     ("retrieval", "--depths 1.5", "--depths: numbers from 0, the beginning, to 1 were expected, got [1.5]"),
     ("retrieval", "--patterns windw:3", "--patterns: pattern 'windw:3'"),
     ("retrieval", "--plot none/a.png", "--plot: there is no folder 'none'"),
+    ("ask", "--pattern windw:3", "--pattern: pattern 'windw:3'"),
+    ("ask", "--text nofile.txt", "--text: there is no file 'nofile.txt'"),
+    ("ask", "--answer-tokens 0", "--answer-tokens: a whole number of at least 1 was expected, got 0"),
     ("demo", "--seq-len 63", "--seq-len: a whole number of at least 64 was expected, got 63"),
     ("layer", "--heads 3 --kv-heads 2", "--heads: 3 does not divide by the 2 of --kv-heads"),
     ("finetune_trainer", "--max_steps 0", "--max_steps: 1 or more was expected, or -1 for --num_train_epochs, got 0"),
@@ -121,7 +124,7 @@ for recipe in recipes:
 
 
 def test_recipes_explain_themselves_without_extras():
-    recipes = ["finetune", "finetune_trainer", "perplexity", "retrieval", "layer", "demo"]
+    recipes = ["finetune", "finetune_trainer", "perplexity", "retrieval", "ask", "layer", "demo"]
     command = [sys.executable, "-c", HELP, str(ROOT / "recipes"), *recipes]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -5,6 +5,7 @@ import json
 import random
 import re
 
+import common
 import pytest
 import retrieval
 import torch
@@ -94,8 +95,8 @@ def test_losses_are_those_of_whole_rows(folder, writer, pattern):
 def test_under_a_last_tokens_come_as_generate_adds_them(folder, writer):
     """Each of them is then the last of its row, and sees every key."""
     pattern = ra.Pattern.parse("branches:sink=2,window=16,last=1")
-    assert retrieval.fewest_last(pattern) == 1 and retrieval.fewest_last(ra.Pattern.exact()) is None
-    assert retrieval.fewest_last(ra.Pattern.parse("kv0=window:8;kv1=branches:window=16,last=3")) == 3
+    assert common.fewest_last(str(pattern)) == 1 and common.fewest_last("exact") is None
+    assert common.fewest_last({"0": "exact", "1": "kv0=window:8;kv1=branches:window=16,last=3"}) == 3
     with float64():
         model = ra.patch_model(load(folder / "model")[0], pattern)
         prompt, candidates = writer.question("passkey", 400, 0.5, 0)

@@ -82,8 +82,8 @@ def calibrate(
         menu: the patterns to choose among, as `Pattern` or text.
         ring: the ranks over which texts are sharded; None for the ring that the model was patched with, if any.
         budget_of: the cost, counted for the longest text. "flops" counts its query-key pairs. "cache_reads" counts the rows of
-            the key/value cache that attention reads for the next token. "bytes" counts the rows of keys and values that ranks
-            of a ring receive from each other.
+            the key/value cache that attention reads for the next token. "cache" counts the rows that `ra.PatternCache` keeps.
+            "bytes" counts the rows of keys and values that ranks of a ring receive from each other.
         ranks: the size of the ring for "bytes"; None for the ring over which texts are sharded.
         retrieval: the weight of a text, made of the first one, in which random tokens must be found again far back. With 1,
             its scores add up to as much as the scores of all other texts. With 0, heads that retrieve may lose their keys.

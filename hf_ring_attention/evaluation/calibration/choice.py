@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 from ...plan.branches import Segment, Window
+from ...plan.kept import heads_of_patterns, most_rows, period_of
 from ...plan.layouts import SequenceLayout
 from ...plan.parts import Part, parts_of
 from ...plan.patterns import Pattern
@@ -18,7 +19,7 @@ from ...plan.problem import Problem
 from ...plan.traffic import exchanged
 
 #: The cost that a budget limits, see `Cost`.
-BudgetOf = Literal["flops", "cache_reads", "bytes"]
+BudgetOf = Literal["flops", "cache_reads", "cache", "bytes"]
 #: How many single changes are tried in pairs: the best that gain, and the best that make room for another.
 _TRIED_IN_PAIRS = 256
 #: How far rounding may move a sum, relatively.
@@ -123,8 +124,9 @@ class Cost:
     """Counts the cost of a pattern in one key/value head, for a text of `seq_len` tokens that is a single causal document.
 
     "flops" counts the query-key pairs of one query head. "cache_reads" counts the pairs of the query behind the text; in
-    segments it takes the mean of all places, which are as often nearly empty as nearly full. "bytes" counts the rows of keys
-    and values that the ranks of a ring receive from each other in a zigzag. Costs of heads differ by their phases.
+    segments it takes the mean of all places, which are as often nearly empty as nearly full. "cache" counts the most rows that
+    a `PatternCache` of the text holds for the head. "bytes" counts the rows of keys and values that the ranks of a ring receive
+    from each other in a zigzag. Costs of heads differ by their phases.
     """
 
     of: BudgetOf
@@ -147,6 +149,11 @@ class Cost:
             return _rows_moved(_in_one_head(pattern, kv_head, num_kv_heads), num_kv_heads, self.seq_len, self.ranks)
         if self.of == "flops":
             return _pairs_in_head(pattern, kv_head, num_kv_heads, self.seq_len)
+        if self.of == "cache":
+            own = pattern.of_kv_head(kv_head)
+            # If phases differ by query head, the rows of all phases count.
+            ((_, _, (phases,)),) = heads_of_patterns(own, period_of(own), 1, kv_head)
+            return most_rows(own, phases, self.seq_len)
         return sum(self._reads(part, kv_head, num_kv_heads) for part in parts_of(pattern))
 
     def _reads(self, part: Part, kv_head: int, num_kv_heads: int) -> int:

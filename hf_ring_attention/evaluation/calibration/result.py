@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from ...plan.branches import LARGEST, check_choice, check_count
 from ...plan.patterns import Pattern
@@ -102,9 +102,10 @@ class Calibration:
         costs = [cost.of_pattern(x, head, len(heads)) for heads in layers for head, x in enumerate(heads)]
         return sum(costs) / (len(costs) * cost.of_exact())
 
-    def share_of(self, pattern: Pattern) -> float:
-        """Returns the FLOPs of a pattern in one head, as a share of exact attention's, at `seq_len` tokens."""
-        return pattern.flop_share(self.seq_len)
+    def share_of(self, pattern: Pattern, of: Literal["flops", "cache"] = "flops") -> float:
+        """Returns the FLOPs or the cache of a pattern in one head, as a share of exact attention's, at `seq_len` tokens."""
+        cost = Cost(of, self.seq_len)
+        return cost.of_pattern(pattern, 0, 1) / cost.of_exact()
 
     def of_heads(self) -> dict[int, tuple[Pattern, ...]]:
         """Returns the pattern of each key/value head of each layer."""
