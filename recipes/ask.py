@@ -102,7 +102,9 @@ def cache_name(model: Any) -> str:
 def read(model: Any, ids: torch.Tensor, ring: ra.Ring, piece: int | None, shown: bool) -> tuple[Any, str]:
     """Reads a text into a cache, `piece` tokens at a time; returns the cache and its description."""
     cache, description = None, f"by ra.prefill, shared by {ring.world_size} processes"
-    if ring.world_size == 1:
+    if ring.world_size == 1 and getattr(model.config.get_text_config(), "kv_lora_rank", None) is not None:
+        description = "every row: latent attention keeps a small row for all heads"
+    elif ring.world_size == 1:
         try:
             cache, description = ra.PatternCache(model), "the rows that the pattern can still see"
         except NotImplementedError as error:
@@ -164,7 +166,7 @@ def main() -> None:
     ra.patch_model(model, pattern, ring=ring)
     named = args.pattern or "of the model"
     accelerator.print(common.describe_run(ring, named, replaces, f"{ids.shape[1]} tokens"))
-    last = common.fewest_last(model.config.get_text_config().ring_dilated)
+    last = common.fewest_last(getattr(model.config.get_text_config(), "ring_dilated", ""))
     shown = accelerator.is_main_process
     start = time.perf_counter()
     cache, description = read(model, ids, ring, args.at_once if last is None else None, shown)

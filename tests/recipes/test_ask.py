@@ -60,6 +60,21 @@ def test_answers_are_those_of_a_whole_cache(folder, tmp_path, pattern):
     assert held <= 1.05 * ra.estimate(model, longest, dtype="float32").cache.kept + 72 * 2 * 2 * 16 * 4
 
 
+def test_a_model_has_the_pattern_that_it_was_saved_with(folder, tmp_path):
+    """Or exact attention; and it reads the whole text."""
+    words = ["--text", folder / "book.txt", "--question", QUESTIONS[0], "--answer-tokens", 12]
+    model, tokenizer = load(folder / "model", torch.float32)
+    ra.patch_model(model, "branches:window=16,last=9").save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    for saved, kept in ((folder, "exact"), (tmp_path, "branches:window=16,last=9")):
+        figures = []
+        for more in ([], ["--pattern", kept]):
+            file = tmp_path / "figures.json"
+            assert QUESTIONS[0] in run("ask.py", "--model", saved / "model", *words, "--json", file, *more)
+            figures.append(json.loads(file.read_text())["answers"][0])
+        assert figures[0]["tokens"] == figures[1]["tokens"] and figures[0]["cache_bytes"] == figures[1]["cache_bytes"]
+
+
 def test_two_processes_answer_as_one(folder, tmp_path):
     printed, figures = asked(folder, tmp_path / "two.json", "--pattern", "window:48+4", processes=2)
     assert figures["world_size"] == 2 and len(figures["answers"][0]["cache_bytes"]) == 2
@@ -78,12 +93,15 @@ def test_a_text_and_its_question_are_written_by_the_template(folder):
         ask.written(tokenizer, "A book.", "Why?", 40)
 
 
-def test_a_model_without_a_pattern_cache_keeps_every_row():
-    """MiniMax keeps its states in another cache."""
-    model = ra.patch_model(tiny_model("minimax", "ring_dilated"), "window:8+2")
+@pytest.mark.parametrize(
+    ("model_type", "reason"), [("minimax", "PatternCache: MiniMaxForCausalLM"), ("deepseek_v3", "latent attention")]
+)
+def test_a_model_without_a_pattern_cache_keeps_every_row(model_type, reason):
+    """MiniMax keeps its states in another cache, and a row of latent attention is smaller than the keys of its heads."""
+    model = ra.patch_model(tiny_model(model_type, "ring_dilated"), "window:8+2")
     ids = torch.arange(3, 40)[None]
     cache, description = ask.read(model, ids, ra.Ring(), 16, shown=False)
-    assert "every row: PatternCache: MiniMaxForCausalLM" in description and cache.get_seq_length() == 37
+    assert f"every row: {reason}" in description and cache.get_seq_length() == 37
 
 
 def test_the_bar_counts_every_token_once(folder, capsys):
