@@ -64,10 +64,11 @@ model = LlamaModel._from_config(config, attn_implementation="ring_dilated")
 assert model(torch.ones(1, 4, dtype=torch.int64)).last_hidden_state.shape == (1, 4, 8)
 """
 #: Images for GPUs often lack these: datasets with what only it brings, and what extras and tests bring.
-MISSING = ("datasets", "pyarrow", "gguf", "hypothesis", "matplotlib", "peft", "rich", "trl")
+MISSING = ("datasets", "pyarrow", "deepspeed", "gguf", "hypothesis", "matplotlib", "peft", "rich", "trl")
 WITHOUT_THEM = """
 for name in ra.__all__:
     getattr(ra, name)
+from accelerate import Accelerator
 from tests.support.training import documents, padded, tiny_llama
 from transformers import default_data_collator
 
@@ -84,6 +85,7 @@ options = {"max_steps": 2, "save_strategy": "no", "use_cpu": True, "disable_tqdm
 args = ra.RingTrainingArguments(FOLDER, eval_strategy="steps", eval_steps=1, **options)
 data = {"train_dataset": packed, "eval_dataset": packed, "data_collator": default_data_collator}
 assert ra.RingTrainer(model, args, **data).train().global_step == 2
+assert ra.Ring.from_accelerator(Accelerator(cpu=True), size=1).world_size == 1
 """
 
 

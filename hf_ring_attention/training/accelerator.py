@@ -16,7 +16,8 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, IterableDatasetShard, SeedableRandomSampler
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import DummyScheduler, recursively_apply
+from accelerate.utils import recursively_apply
+from accelerate.utils.deepspeed import DummyScheduler  # `accelerate.utils` has it only beside DeepSpeed.
 from torch import Tensor
 from torch.utils.data import IterableDataset, SequentialSampler
 
