@@ -55,13 +55,15 @@ class MaskedKernel(ABC):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, totals: Results | None = None) -> Results:
         if call.shape == "band":
             return _band_forward(self, q, k, v, call, totals)
-        masked = Masked(call.shape == "causal", call.scale, _mask_of_keys(call.lengths, k))
+        mask = None if call.lengths is None else _mask_of_keys(call.lengths, k)
+        masked = Masked(call.shape == "causal", call.scale, mask)
         return merged(self.forward_masked(q, k, v, masked), totals)
 
     def backward(self, dout: Tensor, saved: Saved, call: KernelCall, sums: Gradients | None = None) -> Gradients:
         if call.shape == "band":
             return _band_backward(self, dout, saved, call, sums)
-        masked = Masked(call.shape == "causal", call.scale, _mask_of_keys(call.lengths, saved.k))
+        mask = None if call.lengths is None else _mask_of_keys(call.lengths, saved.k)
+        masked = Masked(call.shape == "causal", call.scale, mask)
         return added(self.backward_masked(dout, saved, masked), sums)
 
     @abstractmethod
@@ -73,10 +75,8 @@ class MaskedKernel(ABC):
         """Returns dq, dk and dv."""
 
 
-def _mask_of_keys(lengths: Tensor | None, k: Tensor) -> Tensor | None:
-    """Returns a mask [T, 1, 1, Lk] that hides the padding of keys [T, H, Lk, D]; None without padding."""
-    if lengths is None:
-        return None
+def _mask_of_keys(lengths: Tensor, k: Tensor) -> Tensor:
+    """Returns a mask [T, 1, 1, Lk] that hides the padding of keys [T, H, Lk, D]."""
     return torch.zeros((), dtype=k.dtype, device=k.device).masked_fill(hidden_keys(lengths, k.shape[2]), -torch.inf)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -31,14 +32,19 @@ class BoundBatch:
     lengths: Tensor | None = None
     fresh: bool = False  # whether its query rows are in no earlier batch of a rank's own work
 
+    @cached_property
+    def sizes(self) -> tuple[int, int, int]:
+        """The query rows of each part at least, the key rows beside them, and the query rows of a tile."""
+        return self.queries.rows_per_unit, self.keys.rows_per_unit, self.queries.length
+
     def parts(self, max_rows: int, block: int) -> list[BoundBatch]:
         """Returns the batch in parts of about `max_rows` query and key rows, so that one call holds little memory.
 
         Kernels pad the sums of a tile's queries to a multiple of `block` rows, in float32; more of these rows are held.
         """
-        rows, length = self.queries.rows_per_unit, self.queries.length
+        rows, key_rows, length = self.sizes
         padded = rows // length * -(-length // block) * block
-        size = min(max_rows // (rows + self.keys.rows_per_unit), PADDED_ROWS * max_rows // padded)
+        size = min(max_rows // (rows + key_rows), PADDED_ROWS * max_rows // padded)
         size = max(1, min(size, MOST_TILES // self.queries.tiles_per_unit))
         if self.lengths is not None or self.queries.kept is not None:  # Joined tiles are few (`Joining.most_rows`).
             return [self]
@@ -73,7 +79,8 @@ class BatchedTiles:
             q.new_full(q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype)),
         )
         lse_rows = lse.flatten()
-        q_rows, total_rows, k, v = map(_as_rows, (q, total, k, v))
+        q_rows, total_rows = q.flatten(0, 2), total.flatten(0, 2)
+        k, v = (k.flatten(0, 2), v.flatten(0, 2)) if k.ndim == 4 else (k, v)  # rows of a payload
         for part in self._parts(q_rows, FORWARD_PART):
             queries, keys, is_fresh = part.queries, part.keys, part.fresh and totals is None
             into = None if is_fresh else (queries.take(total_rows), queries.take(lse_rows))
@@ -95,7 +102,8 @@ class BatchedTiles:
             dout.new_zeros(saved.k.shape, dtype=dtype),
             dout.new_zeros(saved.v.shape, dtype=dtype),
         )
-        dq_rows, dk_rows, dv_rows, q, k, v, out, dout = map(_as_rows, (dq, dk, dv, *saved[:4], dout))
+        tensors = dq, dk, dv, *saved[:4], dout
+        dq_rows, dk_rows, dv_rows, q, k, v, out, dout = (x.flatten(0, 2) if x.ndim == 4 else x for x in tensors)
         lse = saved.lse.flatten()
         for part in self._parts(q, BACKWARD_PART):
             queries, keys = part.queries, part.keys
@@ -115,8 +123,3 @@ class BatchedTiles:
         rows_at_once = max(1 << 14, q.shape[0] // part)
         for batch in self.batches:
             yield from batch.parts(rows_at_once, CUDA_BLOCK if q.is_cuda else 1)
-
-
-def _as_rows(x: Tensor) -> Tensor:
-    """Returns the rows of x [B, H, n, D]; rows of a payload as they are."""
-    return x.flatten(0, 2) if x.ndim == 4 else x

@@ -29,7 +29,8 @@ class CpuFlash(MaskedKernel):
 
     def forward_masked(self, q: Tensor, k: Tensor, v: Tensor, call: Masked) -> Results:
         value_dim, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
-        q, k, v = _rows(q, width), _rows(k, width), _rows(v, width)
+        if q.shape[-1] != value_dim or not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+            q, k, v = _rows(q, width), _rows(k, width), _rows(v, width)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, call.causal, attn_mask=call.mask, scale=call.scale
         )

@@ -153,10 +153,8 @@ define(
 
 
 def in_graph(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Returns whether a call that begins is traced into a graph that can hold it."""
+    """Returns whether a graph can hold a call that begins, and is traced."""
     attachment = attachment_of(module)
-    if not torch.compiler.is_dynamo_compiling():
-        return False
     drop_broken_passes()
     mask, positions, labels = (kwargs.get(name) for name in ("attention_mask", "position_ids", "labels"))
     alone = attachment.ring is None or attachment.ring.world_size == 1

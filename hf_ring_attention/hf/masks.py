@@ -91,7 +91,7 @@ def ring_dilated_mask(
     drop_broken_passes()  # generate makes masks before it calls the model.
     now = forward_pass_of(config)
     goes_on = now is not None and now.kept is not None and now.kept.arrival.seen > 0
-    if config is not None and not goes_on:  # Its first call has checked it.
+    if config is not None and now is None:  # `patch_model` checks the config of a model.
         check_config(config)
     unknown = [name for name, value in kwargs.items() if value is not None and name not in _OPTIONS_OF_SQUARES]
     if unknown:

@@ -87,7 +87,8 @@ def _correct_modules(base: nn.Module) -> bool:
 def before_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Begins the call of a model, and gives its decoder this rank's part of the rows."""
     # After a graph break, a call that began in a graph continues eagerly.
-    if names_rows_in_graph(kwargs.get("attention_mask")) or in_graph(module, args, kwargs):
+    traced = torch.compiler.is_dynamo_compiling()
+    if names_rows_in_graph(kwargs.get("attention_mask")) or (traced and in_graph(module, args, kwargs)):
         return (), begin_in_graph(module, args, kwargs)
     return _before_model(module, args, kwargs)
 

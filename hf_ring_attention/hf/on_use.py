@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -62,6 +63,9 @@ _WATCHERS = {*_OF_GRADIENTS, _X.data.__get__, _X.numpy, _X.__array__, _X.data_pt
 _ATEN = torch.ops.aten
 #: Operators that show the same numbers in another way.
 _VIEWS = {_ATEN.view.default, _ATEN.slice.Tensor, _ATEN.select.int, _ATEN.unsqueeze.default}
+_OF_CROSS_ENTROPY = itemgetter(
+    "target", "ignore_index", "label_smoothing", "reduction", "weight", "size_average", "reduce"
+)
 #: Stands for the tensor itself among the arguments of a function.
 _ITSELF = object()
 
@@ -214,7 +218,7 @@ class OnUse(Tensor):
 def _bare(values: Values, numbers: Tensor, memory: Memory | None = None, shown: Any = lambda formed: formed) -> OnUse:
     """Returns an `OnUse` without gradients; it has new memory, or is a view."""
     width, sample = values.sample.shape[-1], values.sample
-    strides, offset = [*(width * x for x in numbers.stride()), 1], width * numbers.storage_offset()
+    strides, offset = [*map(width.__mul__, numbers.stride()), 1], width * numbers.storage_offset()
     shape = (*numbers.shape, width)
     made: OnUse = without_numbers(OnUse, shape, strides, offset, dtype=sample.dtype, device=sample.device)
     made.content, made.numbers, made.shown, made.node = values, numbers, shown, None
@@ -252,7 +256,7 @@ def _not_formed(x: OnUse, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     if func is Tensor.detach:
         with plain_tensors():
             return x.detach()
-    if "out" in kwargs or kwargs.get("inplace") or any(arg is True for arg in args):
+    if "out" in kwargs or kwargs.get("inplace") or any(map(partial(is_, True), args)):
         return None
     if name in _OF_PLACES and args and args[0] is x:
         return _of_places(x, func, args[1:], kwargs)
@@ -324,17 +328,15 @@ def _cross_entropy(x: OnUse, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
     """Returns a cross entropy of logits [m, vocabulary] and labels [m], in slices; None for others."""
     call = inspect.signature(F.cross_entropy).bind(*args, **kwargs)
     call.apply_defaults()
-    target, *others, ignored = (
-        call.arguments[name] for name in ("target", "weight", "size_average", "reduce", "ignore_index")
-    )
-    reduction, values = call.arguments["reduction"], x.deferred
-    if any(other is not None for other in others) or reduction not in ("mean", "sum"):
+    target, ignored, smoothing, reduction, *others = _OF_CROSS_ENTROPY(call.arguments)
+    values = x.deferred
+    if others != [None] * 3 or reduction not in ("mean", "sum"):
         return None
     if x.dim() != 2 or target.shape != x.shape[:1] or target.is_floating_point():
         return None
     labels = target.new_full((values.numbers.numel(),), ignored)
     labels[x.numbers.to(target.device)] = target
-    total = sum_in_slices(values, labels.view(values.numbers.shape), ignored, call.arguments["label_smoothing"])
+    total = sum_in_slices(values, labels.view(values.numbers.shape), ignored, smoothing)
     for hook in values.hooks if total.requires_grad else ():
         total.register_hook(hook)
     total = total.to(x.device, x.dtype)

@@ -240,7 +240,7 @@ def rows_to_cut(
     rows = rows_of_call(runner, tokens, arguments, divided=True)
     if layout is None:
         pattern = pattern or layer_pattern(runner.config.get_text_config(), None)  # type: ignore[union-attr, operator]
-        layout = ring.layout_for(-(-rows.length // multiple) * multiple, pattern, rows.documents)
+        layout = ring.division(-(-rows.length // multiple) * multiple, pattern, rows.documents)
     return replace(rows, layout=layout)
 
 
@@ -333,16 +333,18 @@ def find_rows(now: ForwardPass, kwargs: Mapping[str, Any], multiple: int = 1) ->
             layout = getattr(cache, "layout", None)
             now.rows = cut_rows or rows_to_cut(runner, ring, kwargs, layout=layout, multiple=multiple)
         part = None if cut_rows is None or cut_rows.layout is None else cut_rows.layout.local_len
+        values: dict[str, Any] = {}
         for name, value in kwargs.items():
             if isinstance(value, Tensor) and (part is None or value.shape[1:2] != (part,)):
-                agreed.same(name, digest(value))
+                values[name] = digest(value)
             elif value is None or isinstance(value, (bool, int, float, str)):
-                agreed.same(name, value)
-        agreed.same("the division of the rows", digest(now.rows))
-        agreed.same("whether the model trains", runner.training)
-        agreed.same("whether gradients are recorded", torch.is_grad_enabled())
+                values[name] = value
+        values["the division of the rows"] = digest(now.rows)
+        values["whether the model trains"] = runner.training
+        values["whether gradients are recorded"] = torch.is_grad_enabled()
+        agreed.values = values
         if now.rows is not None:
-            agreed.same("the tokens of a cut batch", now.rows.checksum)
+            values["the tokens of a cut batch"] = now.rows.checksum
             agreed.same("the model's weights", digest(_some_weights(now.module)), _REPLICAS)
 
 

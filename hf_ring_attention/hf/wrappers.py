@@ -143,7 +143,8 @@ def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 def tokens_in(arguments: Mapping[str, Any]) -> Tensor | None:
     """Returns the tokens [B, n] or embeddings [B, n, width] among the arguments of a model; else None."""
-    return next((arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None), None)
+    ids: Tensor | None = arguments.get("input_ids")
+    return arguments.get("inputs_embeds") if ids is None else ids
 
 
 def takes(module: nn.Module, name: str) -> bool:

@@ -105,6 +105,7 @@ def choose_layout(seq_len: int, world_size: int, pattern: Pattern) -> Decision:
     return Decision(choice, f"{busiest}, in zigzag {zigzag:.2f}")
 
 
+@lru_cache(maxsize=64)
 def decide_layout(
     kind: str,
     seq_len: int,

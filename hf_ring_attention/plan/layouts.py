@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, get_args
 
 from .branches import check_choice, check_count
@@ -67,22 +68,22 @@ class SequenceLayout:
                 f"{self.world_size} ranks, got {sizes}"
             )
 
-    @property
+    @cached_property
     def num_pieces(self) -> int:
         """The number of equal pieces that padding completes: p, or 2p for zigzag."""
         return self.world_size * (2 if self.kind == "zigzag" else 1)
 
-    @property
+    @cached_property
     def piece_len(self) -> int:
         """The number of tokens in one of these pieces."""
         return -(-self.seq_len // self.num_pieces)
 
-    @property
+    @cached_property
     def padded_len(self) -> int:
         """The number of tokens of the sequence with its padding."""
         return self.piece_len * self.num_pieces
 
-    @property
+    @cached_property
     def local_len(self) -> int:
         """The number of tokens that a rank holds, with padding."""
         return self.padded_len // self.world_size
@@ -97,8 +98,11 @@ class SequenceLayout:
             raise ValueError(f"SequenceLayout: rank must be in 0..{self.world_size - 1}, got {rank!r}")
         if self.rows:
             return self.rows[row][rank]
-        numbers = (rank,) if self.kind == "contiguous" else (rank, self.num_pieces - 1 - rank)
-        return tuple(range(number * self.piece_len, (number + 1) * self.piece_len) for number in numbers)
+        length, first = self.piece_len, rank * self.piece_len
+        if self.kind == "contiguous":
+            return (range(first, first + length),)
+        last = self.padded_len - first
+        return range(first, first + length), range(last - length, last)
 
     def placed_pieces(self, rank: int, row: int = 0) -> list[tuple[int, range]]:
         """Returns `pieces`, each behind the place of its first token among the rank's tokens."""

@@ -156,6 +156,7 @@ class Pattern:
             )
 
     @classmethod
+    @cache
     def exact(cls) -> Pattern:
         """Makes ordinary full attention."""
         return cls((Segment(),))

@@ -122,7 +122,7 @@ class Bindings:
             self._ahead = {key: x for key, x in self._ahead.items() if self._round - x.round <= ROUNDS_TO_WAIT}
 
     def _made(self, binding: Any) -> Kept:
-        parts = [*_parts_of(binding)]
+        parts = _parts_of(binding)
         size = sum({id(x): x.numel() * x.element_size() for x in parts if isinstance(x, Tensor)}.values())
         return Kept(binding, size, len(parts), self._round)
 
@@ -140,14 +140,16 @@ class Bindings:
         stream.synchronize()
 
 
-def _parts_of(x: Any) -> Iterator[Any]:
-    """Yields the tensors and data classes of nested data classes and tuples."""
-    if isinstance(x, (tuple, list)):
-        for part in x:
-            yield from _parts_of(part)
-    elif isinstance(x, Tensor):
-        yield x
-    elif dataclasses.is_dataclass(x):
-        yield x
-        for field in dataclasses.fields(x):
-            yield from _parts_of(getattr(x, field.name))
+def _parts_of(x: Any) -> list[Any]:
+    """Returns the tensors and data classes of nested data classes and tuples."""
+    found, left = [], [x]
+    while left:
+        x = left.pop()
+        if isinstance(x, (tuple, list)):
+            left += x
+        elif isinstance(x, Tensor):
+            found.append(x)
+        elif dataclasses.is_dataclass(x):
+            found.append(x)
+            left += [getattr(x, field.name) for field in dataclasses.fields(x)]
+    return found

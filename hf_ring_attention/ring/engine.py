@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,23 +22,30 @@ AllGradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 ForwardResults = tuple[Tensor, Tensor, list[Tensor]]
 
 
-class Execution(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Execution:
     """The parts that execute a planned call."""
 
     transport: Any  # a Transport, or a HeadsTransport
     kernel: Kernel
     scale: float
 
+    @cached_property
+    def takes_views(self) -> tuple[bool, bool]:
+        """Whether queries may be views, and whether keys and values may be; keys that may be sent are contiguous."""
+        transport = self.transport
+        if isinstance(transport, HeadsTransport) or (transport.alone is not None and transport.alone.takes_views):
+            return True, True
+        return transport.alone is None and all(work.takes_views for work in transport.works), False
+
     def laid_out(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns q, k and v as they are if the work takes views, else contiguous, as keys are that may be sent.
+        """Returns q, k and v, contiguous if the work takes no views.
 
         Views that are saved would keep more than themselves, and backward would copy them again.
         """
-        transport = self.transport
-        if isinstance(transport, HeadsTransport) or (transport.alone is not None and transport.alone.takes_views):
-            return q, k, v
-        views = transport.alone is None and all(work.takes_views for work in transport.works)
-        return q if views else q.contiguous(), k.contiguous(), v.contiguous()
+        of_queries, of_keys = self.takes_views
+        k, v = (k, v) if of_keys else (k.contiguous(), v.contiguous())
+        return q if of_queries else q.contiguous(), k, v
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, with_lse: bool = False) -> ForwardResults:
         """q [B, H, n, D], k [B, Hkv, n, D], v [B, Hkv, n, Dv] of this rank -> out [B, H, n, Dv], lse [B, H, n].
@@ -67,7 +76,7 @@ def _heads_forward(
     lse = q.new_empty(q.shape[:3] if with_lse else 0, dtype=accumulation_dtype(q.dtype))
     leaving: Finish = list  # Nothing leaves yet.
     for piece, (queries, keys, values) in transport.in_turn("queries, keys and values", [q], [k, v]):
-        of_piece = execution._replace(transport=transport.of_piece(piece))
+        of_piece = replace(execution, transport=transport.of_piece(piece))
         passes.append(forward_pass(queries, keys, values, transport.own_heads(piece, sinks), of_piece))
         results = [(passes[-1].out, out), (passes[-1].lse, lse)]
         leaving()
@@ -88,7 +97,7 @@ def _heads_backward(dout: Tensor, passes: list[Saved], sinks: Tensor | None, exe
     dsinks = None if sinks is None else torch.zeros_like(sinks)
     leaving: Finish = list
     for (piece, [dout_of_heads]), saved in zip(transport.in_turn("gradients of outputs", [dout], []), passes):
-        of_piece = execution._replace(transport=transport.of_piece(piece))
+        of_piece = replace(execution, transport=transport.of_piece(piece))
         *grads, own_dsinks = backward_pass(dout_of_heads, saved, transport.own_heads(piece, sinks), of_piece)
         target = transport.own_heads(piece, dsinks)
         if target is not None and own_dsinks is not None:
@@ -102,7 +111,7 @@ def _heads_backward(dout: Tensor, passes: list[Saved], sinks: Tensor | None, exe
 
 def forward_pass(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, execution: Execution) -> Saved:
     """Returns the attention over all steps of the transport; out has the dtype of q."""
-    transport, kernel, scale = execution
+    transport, kernel, scale = execution.transport, execution.kernel, execution.scale
     q, k, v = execution.laid_out(q, k, v)
     with without_autocast(q):
         if transport.alone is not None:
@@ -122,7 +131,7 @@ def forward_pass(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, executio
 
 def backward_pass(dout: Tensor, saved: Saved, sinks: Tensor | None, execution: Execution) -> AllGradients:
     """Returns dq, dk and dv, in the accumulation dtype or the dtype of q, and the gradient of sinks, if there are any."""
-    transport, kernel, scale = execution
+    transport, kernel, scale = execution.transport, execution.kernel, execution.scale
     saved = Saved(*execution.laid_out(*saved[:3]), *saved[3:])  # Graphs save what they got.
     with without_autocast(dout):
         if transport.alone is not None:

@@ -214,7 +214,7 @@ class Planned:
         """Computes the operator, once the ranks agree that they all make this call."""
         calls, is_ring = self.ring.calls, self.ring.world_size > 1
         if is_ring and calls.compared is not self:
-            calls.compare(FORWARD, self.shared(), self.digest)
+            calls.compare(FORWARD, self.shared, self.digest)
         calls.compared = None  # The ranks have compared this call, but not its repetitions.
         if self.problem.held is not None and is_ring:
             return *self._attend_to_cache(q, k, v, sinks), []

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..plan.choices import Decision, KernelSetting, check_choices, decide_layout
 from ..plan.layouts import LayoutKind, SequenceLayout
 from ..plan.patterns import Pattern, as_pattern
-from ..plan.problem import RingSettings, documents_of
+from ..plan.problem import Documents, RingSettings, documents_of
 from ..plan.traffic import TransportKind
 from ..transport.agreement import Agreement, Calls, agreement
 from ..transport.communicators import Communicator
@@ -204,9 +204,12 @@ class Ring:
             >>> layout.kind, layout.positions(0), layout.positions(1)
             ('documents', [0, 1, 2, 3, 4, 5, 8, 9], [6, 7, 10, 11, 12, 13, 14, 15])
         """
-        pattern, rows = as_pattern(pattern, "layout_for"), documents_of(documents, seq_len, "layout_for")
+        return self.division(seq_len, as_pattern(pattern, "layout_for"), documents_of(documents, seq_len, "layout_for"))
+
+    def division(self, seq_len: int, pattern: Pattern, documents: Documents | None) -> SequenceLayout:
+        """Returns `layout_for` of documents that were checked."""
         settings = self.transport, self.settings.heads
-        return decide_layout(self.layout, seq_len, self.world_size, pattern, rows, *settings)[0]
+        return decide_layout(self.layout, seq_len, self.world_size, pattern, documents, *settings)[0]
 
     def check_layout(self, layout: SequenceLayout) -> None:
         """Raises ValueError for anything but a layout for this number of ranks."""
@@ -270,7 +273,8 @@ class Ring:
         """Returns x of every rank, of equal shapes; it is not differentiable."""
         if self.communicator is None or self.world_size == 1:
             return [x]
-        self.calls.compare("gather", {"the shape of a tensor to gather": tuple(x.shape), "its dtype": x.dtype})
+        facts = {"the shape of a tensor to gather": tuple(x.shape), "its dtype": x.dtype}
+        self.calls.compare("gather", lambda: facts)
         return self.communicator.gather(x.contiguous())
 
     def kernels(self) -> dict[str, Decision]:

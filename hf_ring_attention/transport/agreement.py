@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -20,6 +20,8 @@ REFUSALS = (ValueError, TypeError, AttributeError, IndexError, KeyError, Runtime
 
 #: Stands for the digest of a rank that has not come.
 _AWAITED = -1
+#: What all ranks must do if they differ in a value with this name.
+_REMEDIES = {"the call": "make the same calls in one order"}
 
 
 def digest(x: Any) -> str:
@@ -35,11 +37,6 @@ def _digest_of_call(call: tuple[Any, ...]) -> int:
     return int.from_bytes(hashlib.sha256(repr(call).encode()).digest()[:8], "little", signed=True)
 
 
-def is_alone(communicator: Communicator | None) -> bool:
-    """Returns whether a rank lacks other ranks to compare its calls with."""
-    return communicator is None or communicator.world_size == 1
-
-
 @dataclass
 class Agreement:
     """A call that ranks compare: the values that one rank brings to it, and the messages that it gets from it."""
@@ -51,7 +48,8 @@ class Agreement:
     message: Any = None  # to the other ranks; messages may differ
     answers: list[Any] = field(default_factory=list)  # the message of each rank, once all have agreed; empty by digest
     digest: int = 0  # stands for the call and its values if ranks compare digests
-    remedies: dict[str, str] = field(default_factory=lambda: {"the call": "make the same calls in one order"})
+    late_values: Callable[[], Mapping[str, Any]] = dict  # more values, which are made if the digests differ
+    remedies: dict[str, str] = field(default_factory=dict)
 
     def same(self, name: str, value: Any, remedy: str = "pass the same") -> None:
         """Requires all ranks to have this value; an error says that all must follow the remedy."""
@@ -69,24 +67,25 @@ class Agreement:
             RuntimeError: a rank is gone, or too late.
         """
         communicator, who, plural = self.communicator, self.who, "ranks" if self.who == "rank" else "processes"
-        if communicator is None or is_alone(communicator):
+        if communicator is None or communicator.world_size == 1:
             if error is not None:
                 raise error
             self.answers = [self.message]
             return
         digest = 0 if error is not None else self.digest
         refusal = None if error is None else (type(error).__name__, str(error))
-        numbers = [torch.tensor([_AWAITED]) for _ in range(communicator.world_size)]
+        numbers = torch.full((communicator.world_size,), _AWAITED)
 
         def late() -> str:
-            return named(who, [rank for rank, x in enumerate(numbers) if int(x) == _AWAITED])
+            return named(who, [rank for rank, x in enumerate(numbers.tolist()) if x == _AWAITED])
 
         where = f"comparing the calls of all {plural}, on {who} {communicator.rank}, in {self.call}"
         with naming_errors(where, late):
             _exchange(communicator, digest, numbers)
-            if {int(x) for x in numbers} == {digest} != {0}:
+            if {*numbers.tolist()} == {digest} != {0}:
                 return
-            reports = communicator.gather_objects(({"the call": self.call, **self.values}, refusal, self.message))
+            values = {"the call": self.call, **self.values, **self.late_values()}
+            reports = communicator.gather_objects((values, refusal, self.message))
         if error is not None:
             raise error
         refusals = [(rank, refusal) for rank, (_, refusal, _) in enumerate(reports) if refusal is not None]
@@ -96,12 +95,12 @@ class Agreement:
             raise (NotImplementedError if kind == "NotImplementedError" else ValueError)(
                 f"{who} {rank} {together} refused the call: {text}"
             )
-        for name in ("the call", *self.values):  # Values of another call have other names, so its name comes first.
+        for name in values:  # Values of another call have other names, so its name comes first.
             by_rank = [values.get(name) for values, _, _ in reports]
             if any(value != by_rank[0] for value in by_rank):
                 listed = ", ".join(f"{who} {rank}: {value}" for rank, value in enumerate(by_rank))
                 whom = f"{plural} of the ring" if who == "rank" else plural
-                remedy = self.remedies.get(name, "pass the same")
+                remedy = {**_REMEDIES, **self.remedies}.get(name, "pass the same")
                 raise ValueError(f"the {whom} disagree on {name}: {listed}; all must {remedy}")
         self.answers = [message for _, _, message in reports]
 
@@ -119,7 +118,7 @@ def agreement(communicator: Communicator | None, who: str, call: str, by_digest:
         yield agreed
     except REFUSALS as refusal:
         error = refusal
-    if by_digest and not is_alone(communicator):
+    if by_digest and communicator is not None and communicator.world_size > 1:
         agreed.digest = _digest_of_call((call, *agreed.values.items()))
     agreed.settle(error)
 
@@ -133,21 +132,21 @@ class Calls:
     """
 
     def __init__(self, communicator: Communicator | None) -> None:
-        self._communicator = communicator
+        self._communicator, self._alone = communicator, communicator is None or communicator.world_size == 1
         #: The number of calls whose gradients were recorded; it is equal on all ranks, since they compare their calls.
         self._count = 0
         #: The call that the ranks have just compared, and that comes next.
         self.compared: Any = None
 
-    def compare(self, call: str, values: Mapping[str, Any], digest: int = 0) -> None:
+    def compare(self, call: str, values: Callable[[], Mapping[str, Any]] = dict, digest: int = 0) -> None:
         """Checks that all ranks make this call with equal values; 0 if their digest is not known yet."""
-        if not is_alone(self._communicator):
-            digest = digest or _digest_of_call((call, *values.items()))
-            Agreement(self._communicator, "rank", call, values, digest=digest).settle()
+        if not self._alone:
+            digest = digest or _digest_of_call((call, *values().items()))
+            Agreement(self._communicator, "rank", call, digest=digest, late_values=values).settle()
 
     def next_number(self) -> int:
         """Returns the number of a call among those that recorded gradients; 0 for a ring of one rank."""
-        if is_alone(self._communicator):
+        if self._alone:
             return 0
         self._count += 1
         return self._count
@@ -162,11 +161,12 @@ class Calls:
         Backward passes in different orders would exchange each other's gradients.
         """
         if number:
-            self.compare(f"the backward pass of call {number}, of those that recorded gradients", {}, number)
+            self.compare(f"the backward pass of call {number}, of those that recorded gradients", digest=number)
 
 
-def _exchange(communicator: Communicator, number: int, numbers: list[Tensor]) -> None:
-    """Fills in the numbers of all ranks, each sent directly, so that an error names a missing rank."""
-    numbers[communicator.rank].fill_(number)
-    others = [Message(rank, x) for rank, x in enumerate(numbers) if rank != communicator.rank]
-    communicator.exchange([Message(rank, numbers[communicator.rank]) for rank, _ in others], others)()
+def _exchange(communicator: Communicator, number: int, numbers: Tensor) -> None:
+    """Fills in the numbers [p] of all ranks, each sent directly, so that an error names a missing rank."""
+    numbers[communicator.rank] = number
+    others = [*map(Message, range(len(numbers)), numbers.split(1))]
+    own = others.pop(communicator.rank)
+    communicator.exchange([Message(rank, own.tensor) for rank, _ in others], others)()

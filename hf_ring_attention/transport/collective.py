@@ -80,7 +80,7 @@ class CollectiveTransport:
         name = "forward" if gradients is None else "backward"
         received, wait = self.link.all_to_all(
             f"{name} pass, keys and values",
-            torch.cat([binding.send.take(x.flatten(0, 2)) for x in (k, v)], dim=-1),
+            torch.cat([binding.send.take(k.flatten(0, 2)), binding.send.take(v.flatten(0, 2))], dim=-1),
             *counts,
         )
         yield Step(k, v, binding.own, gradients)

@@ -5,6 +5,7 @@ A transport yields steps. Messages travel while the caller computes.
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from torch import Tensor
 from ..compute.kernel import Work
 from .communicators import Communicator, Message, Wait
 from .waits import named, naming_errors
+
+_NBYTES = operator.attrgetter("nbytes")
 
 
 @dataclass
@@ -116,8 +119,11 @@ class Link:
     ) -> tuple[Tensor, Wait]:
         """Starts to send rows to each member, in their order; returns the rows that will arrive, in that order."""
         received = rows.new_empty(sum(receive_counts), *rows.shape[1:])
-        of_members = (dict(zip(self.members, counts)) for counts in (receive_counts, send_counts))
-        counts = ([some.get(rank, 0) for rank in range(self.communicator.world_size)] for some in of_members)
+        counts, world_size = (receive_counts, send_counts), self.communicator.world_size
+        if len(self.members) < world_size:
+            receive, send = dict(zip(self.members, receive_counts)), dict(zip(self.members, send_counts))
+            ranks = range(world_size)
+            counts = [receive.get(rank, 0) for rank in ranks], [send.get(rank, 0) for rank in ranks]
         peers = {*self.members} - {self.communicator.rank}
         return received, self._start(
             step, partial(self.communicator.all_to_all, received, rows, *counts), [rows], [received], peers
@@ -132,8 +138,8 @@ class Link:
         whom = partial(named, "rank", sorted(peers), "one of ")
         with naming_errors(where, whom):
             wait = start()
-        self.traffic.sent_bytes += sum(x.nbytes for x in sent)
-        self.traffic.received_bytes += sum(x.nbytes for x in received)
+        self.traffic.sent_bytes += sum(map(_NBYTES, sent))
+        self.traffic.received_bytes += sum(map(_NBYTES, received))
         self.traffic.hops += 1
         return partial(self._arrive, where, whom, wait, sent)
 

@@ -20,15 +20,14 @@ class _Watch:
 
     def __init__(self) -> None:
         self.waits: dict[int, tuple[str, Callable[[], str], float]] = {}  # by thread: what waits, for whom, since when
-        self._thread, self._starting = threading.Thread(), threading.Lock()
+        self.thread, self._starting = threading.Thread(), threading.Lock()
 
     def start(self) -> None:
-        """Starts the thread if it does not run in this process, which may have been forked."""
-        if not self._thread.is_alive():
-            with self._starting:
-                if not self._thread.is_alive():
-                    self._thread = threading.Thread(target=self._look, name="hf_ring_attention waits", daemon=True)
-                    self._thread.start()
+        """Starts the thread if it does not run."""
+        with self._starting:
+            if not self.thread.is_alive():
+                self.thread = threading.Thread(target=self._look, name="hf_ring_attention waits", daemon=True)
+                self.thread.start()
 
     def _look(self) -> None:
         logged: list[Any] = []
@@ -60,7 +59,8 @@ def naming_errors(action: str, whom: Callable[[], str] = lambda: "another rank")
     outermost = thread not in _WATCH.waits
     if outermost:
         _WATCH.waits[thread] = action, whom, time.monotonic()
-        _WATCH.start()
+        if not _WATCH.thread.is_alive():  # as in a process that was forked
+            _WATCH.start()
     try:
         yield
     except RuntimeError as error:
