@@ -142,7 +142,8 @@ class Bindings:
 
 def _parts_of(x: Any) -> list[Any]:
     """Returns the tensors and data classes of nested data classes and tuples."""
-    found, left = [], [x]
+    found: list[Any] = []
+    left = [x]
     while left:
         x = left.pop()
         if isinstance(x, (tuple, list)):
