@@ -335,6 +335,39 @@ def test_links_lead_to_files_and_headings_or_to_public_pages(page):
     }
 
 
+#: What is there already of each kind, by the names that modules have for it; their lists of what to change for another one.
+ADDED = {
+    "A kind of branch": {"Last"},
+    "A kernel": {"cudnn", "Cudnn"},
+    "A transport": {"collective", "CollectiveTransport", "bind_collective"},
+    "A hybrid type": {"lfm2", "Lfm2ShortConv"},
+}
+#: Modules that know one of these for another reason; the map names them behind its places.
+FURTHER = {
+    "A kind of branch": {"plan/parts.py", "plan/intervals.py"},  # It depends on the length of the document.
+    "A kernel": {"compute/kept_proofs.py"},  # It reads the library's version.
+    "A transport": {"plan/choices.py", "cost/estimate.py"},
+}
+
+
+@pytest.mark.parametrize("kind", ADDED)
+def test_what_to_add_takes_few_places(kind):
+    """The map names at most 4 places for another kernel and the like, and the code names those that are there in no others."""
+    folder = ROOT / "hf_ring_attention"
+    text = (folder / "README.md").read_text("utf-8")
+    (listed,) = re.findall(rf"\*\*{kind}\*\* \(places: ([^)]*)\)", text)
+    assert len(listed.split(", ")) <= 4
+    places = {*re.findall(r"`([^`]+)`", listed)} | FURTHER.get(kind, set())
+    naming = set()
+    for path in (*folder.rglob("*.py"), *folder.rglob("*.pyi")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            known = (getattr(node, name, None) for name in ("id", "name", "value"))
+            if {x for x in known if isinstance(x, str)} & ADDED[kind]:
+                naming.add(path.relative_to(folder).as_posix())
+    assert naming
+    assert len(naming - places) == ("its module" in listed), naming - places
+
+
 def test_files_and_names_on_the_map_are_there():
     page = ROOT / "hf_ring_attention" / "README.md"
     text = page.read_text(encoding="utf-8")

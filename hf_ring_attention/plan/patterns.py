@@ -20,6 +20,8 @@ Overlap = Literal["count", "once"]
 
 PhaseBy = Literal["kv_head", "query_head"]
 
+_KINDS = ", ".join(kind.__name__ for kind in BRANCH_TYPES)
+
 
 @dataclass(frozen=True)
 class Pattern:
@@ -70,14 +72,12 @@ class Pattern:
         if isinstance(branches, BRANCH_TYPES):
             branches = (branches,)
         if not isinstance(branches, Iterable):
-            raise ValueError(
-                f"Pattern: branches must be a sequence of Segment, Window, Sink and Last, got {branches!r}"
-            )
+            raise ValueError(f"Pattern: branches must be a sequence of {_KINDS}, got {branches!r}")
         branches = tuple(branches)
         object.__setattr__(self, "branches", branches)
         for branch in branches:
             if not isinstance(branch, BRANCH_TYPES):
-                raise ValueError(f"Pattern: a branch must be a Segment, a Window, a Sink or a Last, got {branch!r}")
+                raise ValueError(f"Pattern: a branch must be one of {_KINDS}, got {branch!r}")
         check_choice("Pattern", "overlap", self.overlap, ("count", "once"))
         check_choice("Pattern", "phase_by", self.phase_by, ("kv_head", "query_head"))
         dilated = [branch for branch in branches if isinstance(branch, (Segment, Window))]

@@ -114,10 +114,10 @@ def test_settings_and_branches_are_taken_as_they_are_documented():
 @pytest.mark.parametrize(
     ("branches", "message"),
     [
-        (3, "Pattern: branches must be a sequence of Segment, Window, Sink and Last, got 3"),
-        ("exact", "Pattern: a branch must be a Segment, a Window, a Sink or a Last, got 'e'"),
-        ((Segment(), 512), "Pattern: a branch must be a Segment, a Window, a Sink or a Last, got 512"),
-        ((Segment(), Segment), "Pattern: a branch must be a Segment, a Window, a Sink or a Last, got <class"),
+        (3, "Pattern: branches must be a sequence of Segment, Window, Sink, Last, got 3"),
+        ("exact", "Pattern: a branch must be one of Segment, Window, Sink, Last, got 'e'"),
+        ((Segment(), 512), "Pattern: a branch must be one of Segment, Window, Sink, Last, got 512"),
+        ((Segment(), Segment), "Pattern: a branch must be one of Segment, Window, Sink, Last, got <class"),
         ((), "Pattern: no branch of dilation 1 covers the query itself, so some queries would see no key; got []"),
         ((Segment(8, 2), Sink(4)), "no branch of dilation 1 covers the query itself"),
         ((Segment(8, 2), Window(16, 4)), "add a Window or Segment with dilation 1"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import get_args
 
+from ...plan.traffic import TransportKind
 from . import machine, model, oracle
 from .runner import Check
 
@@ -32,7 +34,8 @@ def all_checks(ring_size: int) -> list[Check]:
 
     oracles = [transport("oracle local", "local")]
     if ring_size > 1:
-        oracles = [transport(f"oracle {way}", way) for way in ("ring", "collective", "heads")]
+        ways = [way for way in get_args(TransportKind) if way not in ("auto", "local")]
+        oracles = [transport(f"oracle {way}", way) for way in ways]
         oracles.append(transport("oracle heads x ring", "heads", neighbours=True))
     tested = tuple(check.name for check in oracles)
     return [
