@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import hf_ring_attention as ra
@@ -12,8 +13,12 @@ PACKAGE = str(Path(ra.__file__).parent)
 MOST_CALLS, MOST_FILES = 25, 10
 
 
-def test_a_call_that_has_been_planned_reaches_the_kernel_by_few_calls():
-    """`ring_attention` outside of a model; the first call has planned it, and the second one finds the plan."""
+@pytest.mark.parametrize("pattern", ["exact", "window:64+4", "pyramid:64,3"])
+def test_a_call_that_has_been_planned_reaches_the_kernel_by_few_calls(pattern):
+    """`ring_attention` outside of a model; the first call has planned it, and the second one finds the plan.
+
+    All 64 tokens see each other, so every pattern is one tile.
+    """
     x, passed = torch.randn(1, 4, 64, 32), []
 
     def profile(frame, event, function):
@@ -21,10 +26,10 @@ def test_a_call_that_has_been_planned_reaches_the_kernel_by_few_calls():
             passed.append((frame.f_code.co_filename.removeprefix(PACKAGE), frame.f_code.co_name))
 
     with torch.no_grad():
-        ra.ring_attention(x, x, x, pattern="exact")
+        ra.ring_attention(x, x, x, pattern=pattern)
         sys.setprofile(profile)
         try:
-            ra.ring_attention(x, x, x, pattern="exact")
+            ra.ring_attention(x, x, x, pattern=pattern)
         finally:
             sys.setprofile(None)
     files = {file for file, _ in passed}

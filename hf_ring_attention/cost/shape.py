@@ -1,6 +1,6 @@
 """The sizes of a model that decide its memory: its parameters, and the modules of each layer.
 
-The model is made on torch's meta device, where tensors have no data. The names of its parameters tell modules apart.
+The model is made on torch's meta device, where tensors hold nothing. The names of its parameters tell modules apart.
 """
 
 from __future__ import annotations

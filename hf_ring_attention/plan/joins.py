@@ -27,7 +27,7 @@ PADDED = Joining(rows=2000, pairs=40_000, most_rows=1 << 14)
 
 
 class InPlace(NamedTuple):
-    """How a kernel takes documents of unequal lengths in one call: in place. Its bands have no folds.
+    """How a kernel takes documents of unequal lengths in one call: in place, and bands without folds.
 
     The kernel takes at most `most_documents`, and pads its sums by `padding` rows for each: by no more rows than the sums have.
     """

@@ -91,7 +91,7 @@ def _count_classes(classes: Sequence[tuple[int, int]], low: int, high: int) -> i
 
 
 def _both(stride: int, residue: int, other: int, of_other: int) -> tuple[int, int] | None:
-    """Returns the stride and the residue of the numbers that are in both classes; None if there are none."""
+    """Returns the stride and the residue of the numbers that are in both classes; None if none are."""
     common = math.gcd(stride, other)
     if (of_other - residue) % common:
         return None

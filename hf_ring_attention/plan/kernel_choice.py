@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from .branches import Segment, Window
 from .choices import ASKED_FOR, Decision
 from .joins import FLASH_IN_PLACE, sequences_in_place
 from .patterns import Pattern
@@ -87,7 +86,7 @@ def tile_kinds(problem: Problem, rank: int) -> TileKinds:
     longest = max((stop - start for row in problem.documents for start, stop in row), default=0)
     whole_rows = problem.layout.world_size == 1
     full_rows = all(row == ((0, problem.layout.seq_len),) for row in problem.documents)
-    is_exact = _is_exact(problem.pattern, longest)
+    is_exact = problem.pattern.within(longest) == Pattern.exact()
     few_calls = whole_rows and _are_few_calls(problem, tiles_from(problem, rank, rank))
     if not is_exact:
         return TileKinds(0, whole_rows, False, full_rows, few_calls)
@@ -104,16 +103,6 @@ def _are_few_calls(problem: Problem, batches: tuple[TileBatch, ...]) -> bool:
     if sequences_in_place(batches, FLASH_IN_PLACE, count, problem.layout.local_len, heads) is not None:
         return True
     return len(batches) <= FEW_CALLS and all(batch.as_one(count, heads) is not None for batch in batches)
-
-
-def _is_exact(pattern: Pattern, longest: int) -> bool:
-    """Returns whether queries of documents of up to `longest` tokens see all keys, or all up to their own."""
-    if pattern.num_kv_heads is not None or len(pattern.branches) != 1:
-        return False
-    [branch] = pattern.branches
-    if not isinstance(branch, (Segment, Window)) or branch.dilation != 1:
-        return False
-    return branch.length is None or branch.length >= longest
 
 
 def reason_against(name: str, device: DeviceFacts, call: CallFacts) -> str | None:

@@ -8,13 +8,25 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any, ClassVar, Literal
 
 from . import notation
-from .branches import BRANCH_TYPES, BRANCHES, LARGEST, Branch, Segment, Sink, Window, check_choice, check_count
+from .branches import (
+    BRANCH_TYPES,
+    BRANCHES,
+    LARGEST,
+    Branch,
+    Counted,
+    Segment,
+    Sink,
+    Window,
+    check_choice,
+    check_count,
+)
 
 Overlap = Literal["count", "once"]
 
@@ -271,6 +283,29 @@ class Pattern:
         heads = num_heads or num_kv_heads, num_kv_heads
         pairs, exact = (Pattern.count_pairs(x, seq_len, *heads, causal) for x in (self, Pattern.exact()))
         return pairs / exact
+
+    @cached_property
+    def exact_lengths(self) -> tuple[float, ...]:
+        """By key/value head, the most tokens of a document in which one branch shows every key; one number for equal heads."""
+        if self.kv_heads:
+            return tuple(own.exact_lengths[0] for own in self.kv_heads)
+        if self.overlap == "count" and len(self.branches) > 1:
+            return (0,)
+        lengths = [
+            x.tokens if isinstance(x, Counted) else x.length or math.inf for x in self.branches if x.dilation == 1
+        ]
+        return (max(lengths),)
+
+    def within(self, length: int) -> Pattern:
+        """Returns the pattern of documents of `length` tokens: exact attention in heads where a branch shows every key.
+
+        Example:
+            >>> print(ra.Pattern.parse("window:512+4").within(512))
+            exact
+        """
+        heads = zip(self.kv_heads or (self,), self.exact_lengths)
+        own = [Pattern.exact() if length <= limit else pattern for pattern, limit in heads]
+        return Pattern.by_kv_head(own) if self.kv_heads else own[0]
 
     def __str__(self) -> str:
         """Returns the pattern's text, such as "pyramid:512,3"; `parse` reads it back."""

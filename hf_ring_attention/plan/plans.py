@@ -5,6 +5,7 @@ Every rank can compute every rank's plan, so nothing is negotiated: each rank ex
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from .intervals import Run
 from .layouts import SequenceLayout
 from .patterns import Pattern
 from .problem import Problem
-from .tiles import Shape, branches_of, pairs_of_tile, tile_document
+from .tiles import BranchOfPhase, Shape, branches_of, pairs_of_tile, tile_document
 
 
 class Item(NamedTuple):
@@ -65,7 +66,7 @@ class TileBatch(NamedTuple):
         return sum(len(item.batch_rows) * len(item.heads) * item.copies for item in self.items)
 
     def as_one(self, num_batch_rows: int, heads: range) -> tuple[int, int, int, int] | None:
-        """Returns the tiles as stretches of rows that can be views of a tensor; None if they have no such form.
+        """Returns the tiles as stretches of rows that can be views of a tensor; else None.
 
         They have it if they take all batch rows and these heads, neighbouring rows, and equal distances, at which no two
         tiles share a query row. The result is the first tile's query row and key row, the number of tiles, and their distance.
@@ -145,7 +146,8 @@ def _batches(
 ) -> tuple[TileBatch, ...]:
     """Returns the tiles of the queries against the keys; both are pieces of a batch row."""
     heads = problem.num_heads, problem.num_kv_heads
-    branches = branches_of(problem.pattern, *heads, problem.causal, problem.first_head, problem.first_kv_head)
+    others = problem.causal, problem.first_head, problem.first_kv_head
+    limits, branches_below = sorted(problem.pattern.exact_lengths), dict[int, tuple[BranchOfPhase, ...]]()
     items: dict[TileBatch, list[Item]] = {}  # by their batch without items
     for documents, batch_rows in problem.row_classes:
         query_pieces, key_pieces = queries(batch_rows[0]), keys(batch_rows[0])
@@ -153,7 +155,10 @@ def _batches(
             query_runs, key_runs = tuple(_runs(query_pieces, start, stop)), tuple(_runs(key_pieces, start, stop))
             if not query_runs or not key_runs:
                 continue
-            for tile in tile_document(branches, stop - start, query_runs, key_runs):
+            below = bisect.bisect_left(limits, stop - start)
+            if below not in branches_below:
+                branches_below[below] = branches_of(problem.pattern.within(stop - start), *heads, *others)
+            for tile in tile_document(branches_below[below], stop - start, query_runs, key_runs):
                 # A single fold of n rows is written as n tiles of one row, so that single folds of any size have one shape.
                 single = len(tile.queries) == 1
                 batch = TileBatch(

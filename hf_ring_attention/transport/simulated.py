@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -41,27 +41,25 @@ class SimulatedCommunicator:
         for box in self.boxes:
             box.put((self.rank, _Gone(reason)))
 
-    def _arrivals(self, sources: Collection[int]) -> dict[int, Any]:
-        """Returns the next message of each source, once all are here."""
-        came: dict[int, Any] = {}
-        while True:
-            missing = None
-            for source in sources:
-                waiting = self.early[source]
-                if source not in came and waiting:
-                    if isinstance(waiting[0], _Gone):
-                        raise RuntimeError(f"receiving from rank {source} did not end: {waiting[0].reason}")
-                    came[source] = waiting.popleft()
-                elif source not in came and missing is None:
-                    missing = source
-            if missing is None:
-                return came
-            try:
-                sender, content = self.boxes[self.rank].get(timeout=self.timeout)
-            except Empty:
-                error = f"receiving from rank {missing} did not end: nothing came in {self.timeout} s"
-                raise RuntimeError(error) from None
-            self.early[sender].append(content)
+    def _arrivals(self, sources: Iterable[int]) -> Iterator[tuple[int, Any]]:
+        """Yields (source, content) of the next message of each source, as soon as it is here."""
+        left = [*sources]
+        while left:
+            for source in left:
+                if self.early[source]:
+                    break
+            else:
+                try:
+                    sender, content = self.boxes[self.rank].get(timeout=self.timeout)
+                except Empty:
+                    error = f"receiving from rank {left[0]} did not end: nothing came in {self.timeout} s"
+                    raise RuntimeError(error) from None
+                self.early[sender].append(content)
+                continue
+            if isinstance(self.early[source][0], _Gone):
+                raise RuntimeError(f"receiving from rank {source} did not end: {self.early[source][0].reason}")
+            left.remove(source)
+            yield source, self.early[source].popleft()
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Wait:
         for peer, tensor in sends:
@@ -69,7 +67,7 @@ class SimulatedCommunicator:
 
         def finish() -> None:
             tensors = dict(receives)
-            for peer, content in self._arrivals(tensors).items():
+            for peer, content in self._arrivals(tensors):
                 tensors[peer].copy_(content)
 
         return finish
@@ -84,7 +82,7 @@ class SimulatedCommunicator:
     def _from_all(self, x: Any) -> list[Any]:
         for box in self.boxes:
             box.put((self.rank, x))
-        came = self._arrivals(range(self.world_size))
+        came = dict(self._arrivals(range(self.world_size)))
         return [came[peer] for peer in range(self.world_size)]
 
     def gather(self, x: Tensor) -> list[Tensor]:

@@ -6,7 +6,7 @@ i = (x - q0) // qs if (x - q0) % qs < fold and i < nq. It sees the key numbers j
 
 An *item* is first, step, count, b, hq, hk, and a range of references to the tiles that hold some of its query
 rows first, first + step, ... Its rows are those of some neighbouring query heads from hq on, which share key/value head hk. One
-program of a kernel computes an item. A launch has no query row of a head twice, so it needs no atomic operations. The first
+program of a kernel computes an item. A launch has each query row of a head once, so it needs no atomic operations. The first
 launch of a rank has all rows, also those without tiles. Rows of dilated queries are far apart, so separate launches, which
 resume the results of the first, take them in blocks of one residue.
 
