@@ -71,6 +71,10 @@ def plot_decoding(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         axis.set(xscale="log", yscale="log", xlabel="tokens in the cache", ylabel=label)
         axis.set_xticks(sorted({row["tokens"] for row in rows}))
         axis.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}k")
+        low, high = axis.get_ylim()
+        steps = [digit * 10.0**power for power in range(-3, 7) for digit in (1, 2, 5)]
+        axis.set_yticks([step for step in steps if low <= step <= high])
+        axis.yaxis.set_major_formatter(lambda number, _: f"{number:g}")
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=4, fontsize=9, frameon=False)
