@@ -9,12 +9,13 @@ from typing import Any
 from ..cost.cache import CacheBytes, sum_of_caches
 from ..cost.explain import Explanation, number_bytes
 from ..cost.layers import ModelAttention, ModelMixers, StepExplanation, explain_layers
+from ..cost.times import compared, time_of_layer
 from ..hf.models import why_not
 from ..plan.choices import check_choices
 from ..plan.patterns import Pattern
 from ..plan.problem import Documents
 from ..plan.traffic import RankTraffic
-from .options import Parser, Refusal, at_least, checked
+from .options import Parser, Refusal, above_zero, at_least, checked
 from .output import layer_numbers, print_table, short_bytes, short_count, terminal
 
 
@@ -27,6 +28,9 @@ def add_explain(parser: Parser) -> None:
     parser.add_choice("--dtype", ("float32", "bfloat16", "float16", "float64"), "Type of numbers", "bfloat16")
     add("--batch-size", metavar="N", type=at_least(1), default=1, help="Rows at once (default 1).")
     add("--bidirectional", action="store_true", help="Queries also see keys after them.")
+    text = "Gigabits a second of links between ranks, for the table of times (default 3600, as NVLink 4, and 400)."
+    add("--gbps", metavar="X", nargs="+", type=above_zero(), default=[3600, 400], help=text)
+    add("--tflops", metavar="X", type=above_zero(), default=400, help="10^12 operations a second of a device (400).")
     parser.add_transport()
 
 
@@ -50,7 +54,36 @@ def explain_command(args: Namespace) -> None:
     call |= {"seq_len": args.tokens, "world_size": args.ranks, "heads": args.ring_heads}
     call |= {"causal": not args.bidirectional, "documents": None if rows is None else rows * args.batch_size}
     step = checked(None, explain_layers, attention, **call)
-    _print_step(step, _facts(args, attention, step))
+    times = _times(args, step)
+    _print_step(step, [*_facts(args, attention, step), *(("times", sentence) for sentence, _ in times)])
+    if times:
+        headings = ["pattern", "transport", "computing"]
+        for link in args.gbps:
+            headings += [f"{link:g} Gbit/s", "hidden"]
+        notes = [
+            "hidden: the share of the time of messages that passes while a rank computes",
+            f"arithmetic from the plan, for devices of {args.tflops:g} TFLOP/s (--tflops) and these links (--gbps)",
+        ]
+        title = "Milliseconds of one layer, forward and backward, of the busiest rank"
+        print_table(title, headings, [row for _, of_pattern in times for row in of_pattern], notes, left=2)
+
+
+def _times(args: Namespace, step: StepExplanation) -> list[tuple[str, list[list[str]]]]:
+    """Returns, for each pattern, a sentence that compares the transports, and their rows in the table of times."""
+    found = []
+    for _, call in step.calls if args.ranks > 1 else ():
+        rows, times = [], {}
+        for name in call.balance:
+            cells: list[str] = []
+            for link in args.gbps:
+                times[name] = time = time_of_layer(call, name, flops=args.tflops * 1e12, bandwidth=link * 1e9 / 8)
+                hidden = f"{time.hidden / time.moving:.0%}" if time.moving else ""
+                cells += [f"{1e3 * time.total:.3g}", hidden]
+            mark = " *" * (name == call.decision.choice)
+            rows.append([str(call.pattern), name + mark, f"{1e3 * times[name].computing:.3g}", *cells])
+        of_pattern = f"{call.pattern}: " * (len(step.calls) > 1)
+        found.append((of_pattern + compared(call, times, f"{args.gbps[-1]:g} Gbit/s"), rows))
+    return found
 
 
 def attention_of(args: Namespace) -> ModelAttention:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ..plan.balance import balanced_layout, busiest_over_mean, estimated_imbalance
 from ..plan.branches import check_count
 from ..plan.choices import Decision, check_choices, decide_call, decide_layout
-from ..plan.heads import group_size, heads_fit, heads_pairs, heads_traffic
+from ..plan.heads import group_size, heads_fit, heads_pairs, heads_traffic, pieces_of
 from ..plan.layouts import LayoutKind, SequenceLayout
 from ..plan.patterns import Pattern, as_pattern
 from ..plan.plans import plan_rank
@@ -45,6 +45,7 @@ class RankShare:
 
     rank: int
     forward_flops: int  # of the forward pass, 2 (D + Dv) for each query-key pair; backward has 2.5 times as many
+    own_flops: int  # the same with keys of the rank itself, without an exchange of heads
     ring: RankTraffic
     collective: RankTraffic
     heads: RankTraffic | None  # None if heads do not divide
@@ -64,6 +65,7 @@ class Explanation:
         balance: the same by transport, in the chosen layout.
         cache: the bytes of one layer's cache for `generate` on one device, of all keys and values (`whole`) and in
             `ra.PatternCache` (`kept`); None for packed rows and for calls that are not causal.
+        pieces_of_heads: the exchanges of heads in a pass, each of a piece of the heads.
 
     Example:
         >>> call = ra.explain("window:512+4", seq_len=65536, world_size=4, num_heads=32, num_kv_heads=8, head_dim=128)
@@ -83,6 +85,7 @@ class Explanation:
     layouts: dict[str, float]
     balance: dict[str, float]
     cache: CacheBytes | None
+    pieces_of_heads: int
 
     def traffic(self, transport: str | None = None) -> list[RankTraffic]:
         """Returns the bytes of each rank by a transport; None for the chosen one."""
@@ -183,7 +186,9 @@ def explain(
     sizes = RowBytes(widths * itemsize, widths * accumulated)
     problem, decision = decide_call(transport, problem, sizes)
     ranks, by_heads = range(world_size), heads_fit(num_heads, num_kv_heads, group_size(problem))
-    by_tokens = [plan_rank(problem, rank).pairs for rank in ranks]
+    plans = [plan_rank(problem, rank) for rank in ranks]
+    by_tokens = [plan.pairs for plan in plans]
+    own = [2 * widths * sum(batch.pairs(problem.group) for batch in plan.own) for plan in plans]
     pairs = {"ring": by_tokens, "collective": by_tokens}
     if by_heads:
         pairs["heads"] = [heads_pairs(problem, rank) for rank in ranks]
@@ -203,8 +208,9 @@ def explain(
         decision=decision,
         imbalance=busiest_over_mean(work),
         flop_share=sum(work) / (of_exact or 1),
-        ranks=tuple(RankShare(rank, 2 * widths * work[rank], *moved[rank]) for rank in ranks),
+        ranks=tuple(RankShare(rank, 2 * widths * work[rank], own[rank], *moved[rank]) for rank in ranks),
         layouts={layout.kind: estimated_imbalance(layout, pattern, rows) for layout in layouts},
         balance={name: busiest_over_mean(of_ranks) for name, of_ranks in pairs.items()},
         cache=cache,
+        pieces_of_heads=len(pieces_of(problem, 0)) if by_heads else 1,
     )
