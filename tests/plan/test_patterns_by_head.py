@@ -1,19 +1,11 @@
 """Patterns that differ by key/value head: their definition, texts and dicts, work, and refusals."""
 
-import pytest
-
 import hf_ring_attention as ra
-from hf_ring_attention.plan.layouts import SequenceLayout
 from hf_ring_attention.plan.plans import plan_rank
-from hf_ring_attention.plan.problem import Problem
-from tests.support.cases import random_pattern, random_pattern_of
+from tests.support.cases import problem_of, random_pattern, random_pattern_of
+from tests.support.refusals import refused
 
 FEW = ["exact" if head in (0, 3, 4) else "window:8+2" for head in range(6)]
-
-
-def problem_of(pattern, num_heads, num_kv_heads, tokens=300):
-    layout = SequenceLayout("contiguous", tokens, 1)
-    return Problem(pattern, layout, (((0, tokens),),), num_heads=num_heads, num_kv_heads=num_kv_heads)
 
 
 def test_each_head_has_the_keys_of_its_pattern(rng):
@@ -44,42 +36,30 @@ def test_heads_of_one_shape_share_a_kernel_call():
     apart = {
         (batch.visit, batch.shape, batch.num_queries, batch.num_keys, batch.fold_size)
         for text in {*FEW}
-        for batch in plan_rank(problem_of(ra.Pattern.parse(text), 12, 6), 0).own
+        for batch in plan_rank(problem_of(text, 300, heads=(12, 6)), 0).own
     }
-    plan = plan_rank(problem_of(ra.Pattern.by_kv_head(FEW), 12, 6), 0)
+    plan = plan_rank(problem_of(ra.Pattern.by_kv_head(FEW), 300, heads=(12, 6)), 0)
     assert len(plan.own) == len(apart)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("kv0=exact;kv2=window:4", r"leaves out the key/value heads \[1\]"),
-        ("kv0-1=exact;kv1=window:4", "names key/value head 1 twice"),
-        ("kv1-0=exact", "ends before it begins"),
-        ("kv0=exact;window:4", "kvNUMBERS=PATTERN was expected, got 'window:4'"),
-        ("kv=exact", "kvNUMBERS=PATTERN was expected"),
-        ("kv0=exact;kv1=windw:4", "'windw:4' is not known"),
-        ("kv0=exact;kv1=kv0=window:4", "kvNUMBERS=PATTERN was expected"),
-    ],
-)
-def test_a_text_that_is_wrong_is_refused(text, said):
-    with pytest.raises(ValueError, match=said):
-        ra.Pattern.parse(text)
-
-
-def test_another_number_of_heads_is_refused():
+def test_refusals():
+    for text, said in {
+        "kv0=exact;kv2=window:4": "leaves out the key/value heads [1]",
+        "kv0-1=exact;kv1=window:4": "names key/value head 1 twice",
+        "kv1-0=exact": "ends before it begins",
+        "kv0=exact;window:4": "kvNUMBERS=PATTERN was expected, got 'window:4'",
+        "kv=exact": "kvNUMBERS=PATTERN was expected",
+        "kv0=exact;kv1=windw:4": "'windw:4' is not known",
+        "kv0=exact;kv1=kv0=window:4": "kvNUMBERS=PATTERN was expected",
+    }.items():
+        refused(said, ra.Pattern.parse, text)
     pattern = ra.Pattern.by_kv_head(FEW)
-    with pytest.raises(ValueError, match="is for 6 key/value heads, and the attention has 8"):
-        problem_of(pattern, 8, 8)
-    with pytest.raises(ValueError, match=r"is for 6 key/value heads, and Pattern\.flop_share has 4"):
-        pattern.flop_share(100, num_heads=4, num_kv_heads=4)
-    with pytest.raises(
-        ValueError, match=r"Pattern\.by_kv_head: a pattern for each key/value head was expected, got none"
-    ):
-        ra.Pattern.by_kv_head([])
-    with pytest.raises(ValueError, match="with kv_heads, each head's pattern has the branches"):
-        ra.Pattern((ra.Window(4),), kv_heads=(ra.Pattern.exact(),))
-    with pytest.raises(ValueError, match="must be patterns with branches"):
-        ra.Pattern.by_kv_head([pattern, "exact"])
-    with pytest.raises(ValueError, match="a pattern for each key/value head was expected, got none"):
-        ra.Pattern.from_dict({"kv_heads": []})
+    refused("is for 6 key/value heads, and the attention has 8", problem_of, pattern, 300, heads=(8, 8))
+    said = "is for 6 key/value heads, and Pattern.flop_share has 4"
+    refused(said, pattern.flop_share, 100, num_heads=4, num_kv_heads=4)
+    said = "a pattern for each key/value head was expected, got none"
+    refused(f"Pattern.by_kv_head: {said}", ra.Pattern.by_kv_head, [])
+    refused(said, ra.Pattern.from_dict, {"kv_heads": []})
+    said = "with kv_heads, each head's pattern has the branches"
+    refused(said, ra.Pattern, (ra.Window(4),), kv_heads=(ra.Pattern.exact(),))
+    refused("must be patterns with branches", ra.Pattern.by_kv_head, [pattern, "exact"])

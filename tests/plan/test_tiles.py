@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 
+from hf_ring_attention.compute.reference import multiplicity_matrix
 from hf_ring_attention.plan import tiles
 from hf_ring_attention.plan.branches import Last, Segment, Sink, Window
 from hf_ring_attention.plan.intervals import Run
@@ -48,13 +49,11 @@ def covered(tiles, num_heads, num_kv_heads):
 
 
 def expected(pattern, length, queries, keys, num_heads, num_kv_heads, causal):
-    pairs = Counter()
-    for head, (query_row, query), (key_row, key) in itertools.product(range(num_heads), queries, keys):
-        heads = {"head": head, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-        times = pattern.multiplicity(query, key, **heads, causal=causal, document_length=length)
-        if times:
-            pairs[head, query_row, key_row] = times
-    return pairs
+    counts = multiplicity_matrix(pattern, length, num_heads, num_kv_heads, causal).int().tolist()
+    pairs = itertools.product(range(num_heads), queries, keys)
+    return Counter(
+        {(head, row, key_row): counts[head][q][k] for head, (row, q), (key_row, k) in pairs if counts[head][q][k]}
+    )
 
 
 def points(runs):
@@ -70,22 +69,10 @@ def check(pattern, length, queries, keys, num_heads, num_kv_heads, causal, where
 
 
 BRANCHES = [
-    Segment(),
-    Segment(length=4),
-    Segment(length=6, dilation=2),
-    Segment(length=6, dilation=3, queries="all"),
-    Segment(length=None, dilation=4),
-    Segment(length=None, dilation=2, queries="all"),
-    Window(1),
-    Window(5),
-    Window(8, dilation=2),
-    Window(12, dilation=4),
-    Window(6, dilation=2, queries="dilated"),
-    Window(24, dilation=8),
-    Sink(3),
-    Last(1),
-    Last(6),
-]
+    Segment(), Segment(4), Segment(6, 2), Segment(6, 3, "all"), Segment(None, 4), Segment(None, 2, "all"),
+    Window(1), Window(5), Window(8, 2), Window(12, 4), Window(6, 2, "dilated"), Window(24, 8),
+    Sink(3), Last(1), Last(6),
+]  # fmt: skip
 
 
 def patterns():
@@ -136,13 +123,11 @@ def test_the_example_of_the_module_is_what_is_computed():
     lines = [line.split() for line in tiles.__doc__.splitlines() if line.strip().startswith("query ")]
     picture = {(row, column): letter for row, words in enumerate(lines) for column, letter in enumerate(words[2:8])}
     runs = [Run(0, 0, 6)]
-    pairs = {}
-    for letter, tile in zip(
-        "ab",
-        tile_document(branches_of(Pattern((Window(3),)), 1, 1, causal=True), 6, runs, runs),
-        strict=True,
-    ):
-        for number, query in enumerate(tile.queries):
-            for key in seen_keys(tile, number):
-                pairs[query, key] = letter
+    found = tile_document(branches_of(Pattern((Window(3),)), 1, 1, causal=True), 6, runs, runs)
+    pairs = {
+        (query, key): letter
+        for letter, tile in zip("ab", found, strict=True)
+        for number, query in enumerate(tile.queries)
+        for key in seen_keys(tile, number)
+    }
     assert pairs == {pair: letter for pair, letter in picture.items() if letter != "."}

@@ -12,6 +12,7 @@ from hf_ring_attention.compute.reference import reference_attention
 from hf_ring_attention.plan.layouts import SequenceLayout, merged_pieces
 from hf_ring_attention.plan.problem import Problem
 from hf_ring_attention.transport import table
+from tests.support.ranks import run_simulated
 from tests.support.tolerance import allowed, largest
 
 #: All transports of several ranks; and those that take any numbers of heads (tests/ring/test_heads.py is about the other one).
@@ -76,6 +77,21 @@ def random_pieces(rng, seq_len, world_size, batch):
     return SequenceLayout("documents", seq_len, world_size, tuple(rows))
 
 
+def problem_of(pattern, layout, rows=None, heads=(1, 1), **more):
+    """A call in integers.
+
+    Args:
+        layout: a layout, its arguments, or the tokens of one rank.
+        rows: the documents of each batch row; None for one row of one document.
+        heads: query heads, and key/value heads.
+    """
+    pattern = ra.Pattern.parse(pattern) if isinstance(pattern, str) else pattern
+    if not isinstance(layout, SequenceLayout):
+        layout = SequenceLayout(*(layout if isinstance(layout, tuple) else ("contiguous", layout, 1)))
+    documents = tuple(map(tuple, [[(0, layout.seq_len)]] if rows is None else rows))
+    return Problem(pattern, layout, documents, num_heads=heads[0], num_kv_heads=heads[1], **more)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """An attention problem of whole sequences, the same on every rank.
@@ -114,9 +130,9 @@ class Case:
 
     def problem(self, layout, settings=None):
         """The same in integers, as plans are made of it."""
-        heads = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
         more = {} if settings is None else {"settings": settings}
-        return Problem(self.pattern, layout, tuple(map(tuple, self.rows)), causal=self.causal, **heads, **more)
+        heads = self.num_heads, self.num_kv_heads
+        return problem_of(self.pattern, layout, self.rows, heads, causal=self.causal, **more)
 
     @cached_property
     def tensors(self):
@@ -158,11 +174,7 @@ class Case:
 
 
 def random_cases(rng, count, dtype=torch.float64, max_len=40):
-    """With all that the ranks of a simulated ring share, which its threads would each compute at once."""
-    cases = [random_case(rng, dtype, max_len) for _ in range(count)]
-    for case in cases:
-        assert case.definition and case.rounding
-    return cases
+    return [random_case(rng, dtype, max_len) for _ in range(count)]
 
 
 def random_case(rng, dtype=torch.float64, max_len=40):
@@ -257,6 +269,23 @@ def check_cases(ring, cases, tolerance=None, device="cpu"):
     """Compares each case with the oracle on this ring, whose ranks all have the same cases."""
     for case in cases:
         check_calls(ring, [case], [ring.layout_for(case.seq_len, case.pattern, case.rows)], tolerance, device)
+
+
+def check_simulated(cases, world_size, settings=None, tolerance=None, device="cpu", **options):
+    """`check_cases` on simulated ranks.
+
+    Args:
+        settings: of the ring, how rows travel.
+        options: of the ring.
+    """
+    for case in cases:  # what ranks share, before their threads would each compute it
+        assert case.definition and case.rounding
+
+    def check(ring):
+        ring.settings = settings or ring.settings
+        check_cases(ring, cases, tolerance, device)
+
+    run_simulated(check, world_size, **options)
 
 
 def check_calls(ring, calls, layouts, tolerance=None, device="cpu", attention=ra.ring_attention):
