@@ -12,9 +12,8 @@ from hf_ring_attention.compute.cuda_kernels import CudaFlash
 from hf_ring_attention.compute.kernels import CpuFlash, Math
 from hf_ring_attention.plan.joins import Joining
 from hf_ring_attention.ring import planned
-from tests.support.cases import check_cases, random_cases
+from tests.support.cases import check_cases, check_simulated, random_cases
 from tests.support.cuda_operators import CheckedOperators, FlashAttention2
-from tests.support.ranks import run_simulated
 from tests.support.tolerance import assert_exact
 
 #: All tiles that may share a call do, whatever it costs; and up to some rows, or where it costs little.
@@ -53,10 +52,7 @@ def joined_cases(rng, kernel, count):
         documents=[[(0, 9), (9, 22), (22, 40), (40, 57)]],
     )
     capped = kernel.softcap if isinstance(kernel, Math) else None
-    cases = [dataclasses.replace(case, softcap=capped) for case in cases]
-    for case in cases:
-        assert case.definition
-    return cases
+    return [dataclasses.replace(case, softcap=capped) for case in cases]
 
 
 @pytest.fixture
@@ -81,7 +77,7 @@ def test_padded_tiles(kernel, bounds, joined, rng):
     cases = joined_cases(rng, kernel, 8)
     check_cases(ra.Ring(), cases)
     for transport in ("ring", "collective"):
-        run_simulated(lambda ring: check_cases(ring, cases[:3]), 3, layout="zigzag", transport=transport)
+        check_simulated(cases[:3], 3, layout="zigzag", transport=transport)
     if bounds is EVERYTHING:
         assert counted.with_lengths
         assert counted.padded
@@ -95,7 +91,7 @@ def test_tiles_of_flash_attention(joined, monkeypatch, rng):
     cases = joined_cases(rng, CudaFlash(), 8)
     check_cases(ra.Ring(), cases)
     for transport in ("ring", "collective"):
-        run_simulated(lambda ring: check_cases(ring, cases[:3]), 3, layout="zigzag", transport=transport)
+        check_simulated(cases[:3], 3, layout="zigzag", transport=transport)
     shapes = {(given["is_causal"], "window_size_left" in given) for _, given in operators.calls}
     assert shapes == {(False, False), (True, False), (False, True)}
 
