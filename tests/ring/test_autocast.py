@@ -12,7 +12,6 @@ from hf_ring_attention.compute.cuda_kernels import CudaEfficient, CudaFlash, Cud
 from hf_ring_attention.hybrids import states
 from hf_ring_attention.plan.problem import HeldKeys
 from hf_ring_attention.plan.state_runs import StateRun
-from hf_ring_attention.ring import planned
 from tests.support.cached import cached_attention
 from tests.support.cases import EVERY_TRANSPORT
 from tests.support.cuda_operators import CudnnAttention, EfficientAttention, FlashAttention2
@@ -75,9 +74,9 @@ def test_attention_by_each_kernel(device, dtype, softcap, setting, name, pattern
 
 
 @pytest.mark.parametrize(("kernel", "operators", "patterns"), PLAYED)
-def test_attention_by_kernels_for_cuda(kernel, operators, patterns, monkeypatch, rng):
+def test_attention_by_kernels_for_cuda(kernel, operators, patterns, computed_by, monkeypatch, rng):
     monkeypatch.setattr(cuda_kernels, "aten", operators)
-    monkeypatch.setattr(planned, "choose_kernel", lambda *_: kernel)
+    computed_by(kernel)
     for pattern in patterns:
         call = (rng.randrange(2**32), pattern, ra.Ring.alone(), "cpu", torch.float32, None)
         assert_same(attend(True, *call), attend(False, *call))

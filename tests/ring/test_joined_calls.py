@@ -7,13 +7,11 @@ import pytest
 import torch
 
 import hf_ring_attention as ra
-from hf_ring_attention.compute import cuda_kernels
 from hf_ring_attention.compute.cuda_kernels import CudaFlash
 from hf_ring_attention.compute.kernels import CpuFlash, Math
 from hf_ring_attention.plan.joins import Joining
-from hf_ring_attention.ring import planned
 from tests.support.cases import check_cases, check_simulated, random_cases
-from tests.support.cuda_operators import CheckedOperators, FlashAttention2
+from tests.support.cuda_operators import FlashAttention2
 from tests.support.tolerance import assert_exact
 
 #: All tiles that may share a call do, whatever it costs; and up to some rows, or where it costs little.
@@ -55,25 +53,14 @@ def joined_cases(rng, kernel, count):
     return [dataclasses.replace(case, softcap=capped) for case in cases]
 
 
-@pytest.fixture
-def joined(monkeypatch):
-    """Has every call computed by the given kernel, which joins tiles by the given rules."""
-
-    def computed_by(kernel, joining):
-        counted = JoinedCalls(kernel, joining)
-        monkeypatch.setattr(planned, "choose_kernel", lambda *_: counted)
-        return counted
-
-    return computed_by
-
-
 @pytest.mark.drawn
 @pytest.mark.parametrize(
     "kernel", [CpuFlash(), Math(), Math(softcap=3.0)], ids=["cpu_flash", "math", "math with capped scores"]
 )
 @pytest.mark.parametrize("bounds", LITTLE, ids=["all", "few rows", "little padding", "few pairs"])
-def test_padded_tiles(kernel, bounds, joined, rng):
-    counted = joined(kernel, Joining(**bounds))
+def test_padded_tiles(kernel, bounds, computed_by, rng):
+    counted = JoinedCalls(kernel, Joining(**bounds))
+    computed_by(counted)
     cases = joined_cases(rng, kernel, 8)
     check_cases(ra.Ring(), cases)
     for transport in ("ring", "collective"):
@@ -83,11 +70,10 @@ def test_padded_tiles(kernel, bounds, joined, rng):
         assert counted.padded
 
 
-def test_tiles_of_flash_attention(joined, monkeypatch, rng):
+def test_tiles_of_flash_attention(computed_by, checked_operators, rng):
     """FlashAttention for CUDA: its calls are checked, and computed in float64."""
-    operators = CheckedOperators(played_by=FlashAttention2, dtypes=(torch.float64,))
-    monkeypatch.setattr(cuda_kernels, "aten", operators)
-    joined(CudaFlash(), CudaFlash.joining)
+    operators = checked_operators(torch.float64, played_by=FlashAttention2)
+    computed_by(CudaFlash())
     cases = joined_cases(rng, CudaFlash(), 8)
     check_cases(ra.Ring(), cases)
     for transport in ("ring", "collective"):

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_ring_attention as ra
-from hf_ring_attention.compute import batched, cuda_kernels
+from hf_ring_attention.compute import batched
 from hf_ring_attention.compute.batched import BatchedTiles
 from hf_ring_attention.compute.binding import bind_own
 from hf_ring_attention.compute.cuda_kernels import CudaFlash
@@ -19,7 +19,7 @@ from hf_ring_attention.ring import planned
 from hf_ring_attention.ring.engine import Execution, backward_pass, forward_pass
 from hf_ring_attention.transport.transports import LocalTransport
 from tests.support.cases import case_of, check_cases, check_simulated
-from tests.support.cuda_operators import CheckedOperators, FlashAttention2
+from tests.support.cuda_operators import FlashAttention2
 from tests.support.ranks import run_simulated
 from tests.support.tolerance import assert_exact
 
@@ -30,11 +30,9 @@ KERNELS = [CpuFlash(), Math(), CudaFlash()]
 
 
 @pytest.fixture
-def flash(monkeypatch):
+def flash(checked_operators):
     """FlashAttention for CUDA: its calls are checked, and computed in float64."""
-    operators = CheckedOperators(played_by=FlashAttention2, dtypes=(torch.float64,))
-    monkeypatch.setattr(cuda_kernels, "aten", operators)
-    return operators
+    return checked_operators(torch.float64, played_by=FlashAttention2)
 
 
 def drawn_case(rng, pattern, documents, causal=True, batch=1):
@@ -48,9 +46,9 @@ def work_of(case, kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_tiles_that_share_no_query_write_their_results(kernel, flash, monkeypatch, rng):
+def test_tiles_that_share_no_query_write_their_results(kernel, flash, computed_by, rng):
     """Windows and exact documents write every row once; other patterns merge some tiles."""
-    monkeypatch.setattr(planned, "choose_kernel", lambda *_: kernel)
+    computed_by(kernel)
     for pattern, documents, direct in [
         ("window:5", None, True),
         ("window:5", [DOCUMENTS], True),
@@ -129,9 +127,9 @@ def test_backward_copies_strided_queries_once():
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_packed_documents_are_one_call(causal, flash, monkeypatch, rng):
+def test_packed_documents_are_one_call(causal, flash, computed_by, rng):
     """On one device, and for the local keys of ranks that share documents; padding is a separate sequence."""
-    monkeypatch.setattr(planned, "choose_kernel", lambda *_: CudaFlash())
+    computed_by(CudaFlash())
     for rows in ([DOCUMENTS], [DOCUMENTS[:3]], [DOCUMENTS[2:], DOCUMENTS[:2]], [[(0, 40)], DOCUMENTS[:3]]):
         case = drawn_case(rng, "exact", rows, causal, len(rows))
         assert isinstance(work_of(case, CudaFlash()), PackedRow)
@@ -156,9 +154,9 @@ def test_other_tiles_are_not_packed_documents(rng):
     assert work_of(drawn_case(rng, "exact", None, batch=2), CudaFlash()).takes_views
 
 
-def test_packed_documents_take_rows_as_models_store_them(flash, monkeypatch):
+def test_packed_documents_take_rows_as_models_store_them(flash, computed_by):
     """The operator gets the very rows; padding that is not finite changes no other row."""
-    monkeypatch.setattr(planned, "choose_kernel", lambda *_: CudaFlash())
+    computed_by(CudaFlash())
     q, k, v = (torch.randn(2, 12, heads, 8, dtype=torch.float64).transpose(1, 2) for heads in (4, 2, 2))
     documents = [[(0, 5), (7, 12)], [(2, 12)]]
 
@@ -195,10 +193,10 @@ class Calls:
         return self.kernel.backward(dout, *others)
 
 
-def test_calls_take_few_tiles(flash, monkeypatch, rng):
+def test_calls_take_few_tiles(flash, computed_by, monkeypatch, rng):
     """At most as many as a kernel's grid has room for; each batch row is a separate tile."""
     calls = Calls(CudaFlash())
-    monkeypatch.setattr(planned, "choose_kernel", lambda *_: calls)
+    computed_by(calls)
     cases = [drawn_case(rng, pattern, None, batch=2) for pattern in ("pyramid:4,2", "longnet:8/1,16/2")]
     check_cases(ra.Ring(), cases)
     assert max(size[0] for size in calls.sizes) > 4
