@@ -10,7 +10,7 @@ from hf_ring_attention.compute.cuda_kernels import CudaEfficient, CudaFlash, Cud
 from hf_ring_attention.compute.kernel import KernelCall, Saved
 from hf_ring_attention.compute.kernels import CpuFlash, Math, choose_kernel
 from hf_ring_attention.compute.merge import accumulation_dtype
-from hf_ring_attention.plan.kernel_choice import TileKinds
+from hf_ring_attention.plan.kernel_choice import ANY_TILES, TileKinds
 from tests.support.cuda_operators import HALVES, FlashAttention2
 
 CUDA = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -250,70 +250,40 @@ def test_math_gives_the_same_in_slices(shape, rows_at_once, generator):
         check(sliced, *(x.to(dtype) for x in (q, k, v, dout)), shape)
 
 
-@pytest.fixture
-def cuda_device(monkeypatch):
-    """The facts of a CUDA device and of what torch was built with; kernels need no proof."""
+def test_kernels_are_chosen(monkeypatch):
+    """By the facts of the very device, and of what torch was built with; plan/test_kernel_choice.py has the whole choice."""
+    asked = []
+    monkeypatch.setattr(kernels, "fault_of", lambda *_: None)
+    monkeypatch.setattr(kernels, "why_not_fused", lambda *_: "it is not built yet")
 
-    def has(capability=(9, 0), flash=True, cudnn=None, fused="it is not built yet"):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    def chosen(device, dtype, widths=(64, 64), tiles=ANY_TILES, capability=(9, 0), flash=True, cudnn=None):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: asked.append(device) or capability)
         monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: flash)
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
-        monkeypatch.setattr(kernels, "why_not_fused", lambda *_: fused)
+        return type(choose_kernel(torch.device(device), dtype, *widths, tiles=tiles))
 
-    monkeypatch.setattr(kernels, "fault_of", lambda *_: None)
-    return has
-
-
-def test_kernels_are_chosen(cuda_device):
-    for available in (True, False):
-        cuda_device(flash=available)
-        flash = CudaFlash if available else CudaEfficient
-        for device, dtype, head_dim, value_dim, want in [
-            *(("cpu", dtype, 64, 64, CpuFlash) for dtype in FLOATS),
-            ("cpu", torch.float32, 7, 300, CpuFlash),
-            *(("cuda", dtype, 64, 64, flash) for dtype in HALVES),
-            ("cuda", torch.bfloat16, 256, 128, flash),
-            ("cuda", torch.bfloat16, 257, 128, CudaEfficient),
-            ("cuda", torch.float16, 128, 257, CudaEfficient),
-            ("cuda", torch.float32, 64, 64, CudaEfficient),
-            ("cuda", torch.float64, 64, 64, Math),
-            ("mps", torch.float32, 64, 64, Math),
-        ]:
-            kernel = choose_kernel(torch.device(device), dtype, head_dim, value_dim)
-            assert type(kernel) is want, (device, dtype, head_dim, value_dim, available)
+    half, long = torch.float16, {"tiles": TileKinds(rows=4096, full_rows=True)}
+    for dtype in FLOATS:
+        assert chosen("cpu", dtype, (7, 300)) is CpuFlash
+    for dtype in HALVES:
+        assert chosen("cuda:1", dtype) is CudaFlash
+        assert chosen("cuda:1", dtype, flash=False) is CudaEfficient
+    for dtype, kernel in ((torch.float32, CudaEfficient), (torch.float64, Math)):
+        assert chosen("cuda:1", dtype) is kernel
+    # Old releases of cuDNN are not used, and older devices get kernels that they can run; some widths have no backward pass.
+    for cudnn, kernel in ((None, CudaFlash), (91500, CudaFlash), (91501, Cudnn)):
+        assert chosen("cuda:1", half, **long, cudnn=cudnn) is kernel
+    for capability, dtype, kernel in (
+        ((7, 5), half, CudaEfficient),
+        ((7, 5), torch.bfloat16, Math),
+        ((8, 0), half, CudaFlash),
+    ):
+        assert chosen("cuda:1", dtype, capability=capability) is kernel
+    assert chosen("cuda:1", half, (224, 64), capability=(8, 9)) is CudaEfficient
+    assert set(asked) == {torch.device("cuda:1")}, "devices of one machine may differ"
+    assert chosen("mps", torch.float32) is Math
     cpu = torch.device("cpu")
     assert choose_kernel(cpu, torch.float32, 8, 8) is choose_kernel(cpu, torch.float32, 8, 8)
-
-
-@pytest.mark.parametrize(("version", "kernel"), [(None, CudaFlash), (91500, CudaFlash), (91501, Cudnn)])
-def test_old_releases_of_cudnn_are_not_used(version, kernel, cuda_device):
-    cuda_device(cudnn=version)
-    tiles = TileKinds(rows=4096, full_rows=True)
-    assert type(choose_kernel(torch.device("cuda"), torch.bfloat16, 64, 64, tiles=tiles)) is kernel
-
-
-def test_older_devices_get_kernels_that_they_can_run(cuda_device, monkeypatch):
-    """FlashAttention-2, and bfloat16 in any fused kernel, begin with compute capability 8.0; V100 and T4 are 7.0 and 7.5."""
-    cuda_device()
-    asked = []
-    for capability, half, bfloat, single in [
-        ((7, 0), CudaEfficient, Math, CudaEfficient),
-        ((7, 5), CudaEfficient, Math, CudaEfficient),
-        ((8, 0), CudaFlash, CudaFlash, CudaEfficient),
-        ((8, 9), CudaFlash, CudaFlash, CudaEfficient),
-        ((12, 0), CudaFlash, CudaFlash, CudaEfficient),
-    ]:
-        monkeypatch.setattr(
-            torch.cuda, "get_device_capability", lambda device, own=capability: asked.append(device) or own
-        )
-        device = torch.device("cuda:1")
-        for dtype, want in ((torch.float16, half), (torch.bfloat16, bfloat), (torch.float32, single)):
-            assert type(choose_kernel(device, dtype, 128, 128)) is want, (capability, dtype)
-        no_backward = capability in ((8, 9), (12, 0))  # of FlashAttention-2, for some widths
-        for width in (200, 224):
-            kernel = choose_kernel(device, torch.float16, width, 64)
-            assert type(kernel) is (CudaEfficient if no_backward else half)
-    assert set(asked) == {torch.device("cuda:1")}, "devices of one machine may differ"
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str)

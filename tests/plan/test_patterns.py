@@ -10,7 +10,8 @@ import torch
 import hf_ring_attention as ra
 from hf_ring_attention.plan.branches import Last, Segment, Sink, Window
 from hf_ring_attention.plan.patterns import Pattern, warn_of_version_0_2
-from tests.support.cases import random_pattern
+from hf_ring_attention.plan.plans import plan_rank
+from tests.support.cases import problem_of, random_pattern, random_pattern_of
 from tests.support.refusals import refused
 
 # The table of the definition, from the fields only: the keys that a branch shows, and how often a key counts.
@@ -33,7 +34,9 @@ def shown(branch, query, key, phase, length):
 def times(pattern, query, key, head, num_heads, num_kv_heads, causal, length):
     if causal and not key <= query:
         return 0
-    phase = head if pattern.phase_by == "query_head" else head // (num_heads // num_kv_heads)
+    kv_head = head // (num_heads // num_kv_heads)
+    pattern = pattern.kv_heads[kv_head] if pattern.kv_heads else pattern
+    phase = head if pattern.phase_by == "query_head" else kv_head
     count = sum(shown(branch, query, key, phase, length) for branch in pattern.branches)
     return min(count, 1) if pattern.overlap == "once" else count
 
@@ -41,8 +44,8 @@ def times(pattern, query, key, head, num_heads, num_kv_heads, causal, length):
 def test_multiplicity_is_the_table(rng):
     seen = set()
     for _ in range(400):
-        pattern = random_pattern(rng)
         num_kv_heads, causal = rng.randint(1, 4), rng.random() < 0.5
+        pattern = random_pattern_of(rng, num_kv_heads)
         num_heads = num_kv_heads * rng.randint(1, 3)
         head, length = rng.randrange(num_heads), rng.randint(1, 30)
         for query, key in itertools.product(range(length), repeat=2):
@@ -258,3 +261,50 @@ def test_longnet_mixes_branches_by_their_softmax_denominators(rng):
         grads = torch.autograd.grad(got, (q, k, v), dout)
         wanted = (want, sum(denominators).log().squeeze(-1), *want_grads)
         torch.testing.assert_close((got, lse, *grads), wanted, rtol=1e-12, atol=1e-12)
+
+
+# ---- patterns that differ by key/value head
+
+FEW = ["exact" if head in (0, 3, 4) else "window:8+2" for head in range(6)]
+
+
+def test_heads_that_are_the_same_have_a_pattern_without_heads():
+    assert str(Pattern.by_kv_head(FEW)) == "kv0,3-4=exact;kv1-2,5=window:8+2"
+    assert Pattern.by_kv_head(["window:8+2"] * 4) == Pattern.parse("window:8+2")
+    assert Pattern.parse("kv0-3=exact").num_kv_heads is None
+    same = Pattern((), kv_heads=[Pattern.longnet([8, None], [1, 4])] * 2)
+    assert Pattern.parse(str(same)) == same == Pattern.longnet([8, None], [1, 4])
+
+
+def test_heads_of_one_shape_share_a_kernel_call():
+    """There are as many batches of tiles as the two patterns have shapes, however the heads alternate."""
+    apart = {
+        (batch.visit, batch.shape, batch.num_queries, batch.num_keys, batch.fold_size)
+        for text in {*FEW}
+        for batch in plan_rank(problem_of(text, 300, heads=(12, 6)), 0).own
+    }
+    plan = plan_rank(problem_of(Pattern.by_kv_head(FEW), 300, heads=(12, 6)), 0)
+    assert len(plan.own) == len(apart)
+
+
+def test_refused_patterns_by_head():
+    for text, said in {
+        "kv0=exact;kv2=window:4": "leaves out the key/value heads [1]",
+        "kv0-1=exact;kv1=window:4": "names key/value head 1 twice",
+        "kv1-0=exact": "ends before it begins",
+        "kv0=exact;window:4": "kvNUMBERS=PATTERN was expected, got 'window:4'",
+        "kv=exact": "kvNUMBERS=PATTERN was expected",
+        "kv0=exact;kv1=windw:4": "'windw:4' is not known",
+        "kv0=exact;kv1=kv0=window:4": "kvNUMBERS=PATTERN was expected",
+    }.items():
+        refused(said, Pattern.parse, text)
+    pattern = Pattern.by_kv_head(FEW)
+    refused("is for 6 key/value heads, and the attention has 8", problem_of, pattern, 300, heads=(8, 8))
+    said = "is for 6 key/value heads, and Pattern.flop_share has 4"
+    refused(said, pattern.flop_share, 100, num_heads=4, num_kv_heads=4)
+    said = "a pattern for each key/value head was expected, got none"
+    refused(f"Pattern.by_kv_head: {said}", Pattern.by_kv_head, [])
+    refused(said, Pattern.from_dict, {"kv_heads": []})
+    said = "with kv_heads, each head's pattern has the branches"
+    refused(said, Pattern, (Window(4),), kv_heads=(Pattern.exact(),))
+    refused("must be patterns with branches", Pattern.by_kv_head, [pattern, "exact"])

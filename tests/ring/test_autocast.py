@@ -9,12 +9,14 @@ import torch
 import hf_ring_attention as ra
 from hf_ring_attention.compute import cuda_kernels
 from hf_ring_attention.compute.cuda_kernels import CudaEfficient, CudaFlash, Cudnn
+from hf_ring_attention.compute.fused.tiles import Fused
 from hf_ring_attention.hybrids import states
 from hf_ring_attention.plan.problem import HeldKeys
 from hf_ring_attention.plan.state_runs import StateRun
 from tests.support.cached import cached_attention
 from tests.support.cases import EVERY_TRANSPORT
 from tests.support.cuda_operators import CudnnAttention, EfficientAttention, FlashAttention2
+from tests.support.fused import SMALL_BLOCKS, needs_interpreter
 from tests.support.ranks import run_simulated
 
 CUDA = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -33,6 +35,7 @@ PLAYED = [
     pytest.param(CudaFlash(), FlashAttention2, ("exact", "window:5+2", "longnet:8/1,24/2"), id="flash"),
     pytest.param(Cudnn(), CudnnAttention(), ("exact",), id="cudnn"),
     pytest.param(CudaEfficient(), EfficientAttention, ("exact", "window:5+2", "longnet:8/1,24/2"), id="efficient"),
+    pytest.param(Fused(SMALL_BLOCKS), None, ("window:6+2",), id="fused", marks=needs_interpreter),
 ]
 #: One whole tile, tiles that are merged, and folds.
 PATTERNS = ("exact", "window:5+2", "longnet:8/1,24/2")

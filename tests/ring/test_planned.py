@@ -1,6 +1,5 @@
 """Planned calls are found by value: equal calls share a plan, and whatever decides a result makes another one."""
 
-import pytest
 import torch
 
 import hf_ring_attention as ra
@@ -62,22 +61,16 @@ def test_equal_calls_share_a_plan():
     assert planned(ring, documents=rows) is planned(ring, documents=tuple(map(tuple, rows))) is not first
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_each_value_that_decides_a_call_makes_another_plan(name):
-    ring = Ring.alone()
-    first, other = planned(ring), planned(ring, **OTHERS[name])
-    assert first is not other and first.call != other.call
-    assert planned(ring) is first and planned(ring, **OTHERS[name]) is other
-
-
-def test_every_field_of_a_call_has_another_value():
-    """So that a new field gets a test: each of the changes above changes its field, and all fields are changed."""
+def test_each_value_that_decides_a_call_makes_another_plan():
+    """Each of the changes above changes its field, and all fields are changed, so that a new field gets a test."""
     ring, fields = Ring.alone(), set()
-    first = planned(ring).call
-    for changes in OTHERS.values():
-        other = planned(ring, **changes).call
-        fields |= {field for field in first._fields if getattr(first, field) != getattr(other, field)}
-    assert fields == {*first._fields} - {"outside"}  # Settings beside the call are tested below.
+    first = planned(ring)
+    for name, changes in OTHERS.items():
+        other = planned(ring, **changes)
+        assert first is not other and first.call != other.call, name
+        assert planned(ring) is first and planned(ring, **changes) is other, name
+        fields |= {field for field in first.call._fields if getattr(first.call, field) != getattr(other.call, field)}
+    assert fields == {*first.call._fields} - {"outside"}  # Settings beside the call are tested below.
 
 
 def test_the_world_outside_changes_between_two_calls(monkeypatch):
