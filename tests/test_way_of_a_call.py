@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import hf_ring_attention as ra
@@ -12,50 +13,43 @@ PACKAGE = str(Path(ra.__file__).parent)
 MOST_CALLS, MOST_FILES = 25, 10
 
 
-def test_a_call_that_has_been_planned_reaches_the_kernel_by_few_calls():
-    """`ring_attention` outside of a model; the first call has planned it, and the second one finds the plan."""
-    x, passed = torch.randn(1, 4, 64, 32), []
-
-    def profile(frame, event, function):
-        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
-            passed.append((frame.f_code.co_filename.removeprefix(PACKAGE), frame.f_code.co_name))
-
-    with torch.no_grad():
-        ra.ring_attention(x, x, x, pattern="exact")
-        sys.setprofile(profile)
-        try:
-            ra.ring_attention(x, x, x, pattern="exact")
-        finally:
-            sys.setprofile(None)
-    files = {file for file, _ in passed}
-    assert ("/compute/kernels.py", "forward_masked") in passed
-    assert len(passed) <= MOST_CALLS, "\n".join(map(str, passed))
-    assert len(files) <= MOST_FILES, files
+def call():
+    """`ring_attention` outside of a model."""
+    x = torch.randn(1, 4, 64, 32)
+    return lambda: ra.ring_attention(x, x, x, pattern="exact")
 
 
-def test_a_layer_reaches_the_kernel_by_few_calls():
-    """Exact attention on one device; the first layer of a pass has planned it, and the second one uses the plan."""
+def layer():
+    """Exact attention of a model on one device."""
     model, ids = ra.patch_model(tiny_llama(None), "exact").eval(), torch.arange(1, 33)[None]
-    layers, passed, found = [], [], []
+    return lambda: model(ids)
+
+
+@pytest.mark.parametrize(
+    ("make", "begin", "number", "end"),
+    [(call, "ring_attention", 1, "ring_attention"), (layer, "ring_dilated_attention", 2, "forward_masked")],
+)
+def test_what_has_been_planned_reaches_the_kernel_by_few_calls(make, begin, number, end):
+    """The first call has planned it, and the second one finds the plan; a second layer uses the plan of the first."""
+    begun, passed, ended = [], [], []
 
     def profile(frame, event, function):
         code = frame.f_code
-        if event == "call" and code.co_name == "ring_dilated_attention":
-            layers.append(frame)
-        inside = len(layers) == 2 and not found
-        if inside and event == "call" and code.co_filename.startswith(PACKAGE):
-            passed.append((code.co_filename.removeprefix(PACKAGE), code.co_name))
-        if inside and event == "return" and code.co_name == "forward_masked":
-            found.append(True)
+        if event == "call" and code.co_name == begin:
+            begun.append(frame)
+        if len(begun) == number and not ended:
+            if event == "call" and code.co_filename.startswith(PACKAGE):
+                passed.append((code.co_filename.removeprefix(PACKAGE), code.co_name))
+            ended.extend([True] * (event == "return" and code.co_name == end))
 
+    work = make()
     with torch.no_grad():
-        model(ids)
+        work()
         sys.setprofile(profile)
         try:
-            model(ids)
+            work()
         finally:
             sys.setprofile(None)
-    files = {file for file, _ in passed}
-    assert found
+    assert ended and ("/compute/kernels.py", "forward_masked") in passed
     assert len(passed) <= MOST_CALLS, "\n".join(map(str, passed))
-    assert len(files) <= MOST_FILES, files
+    assert len({file for file, _ in passed}) <= MOST_FILES, passed
