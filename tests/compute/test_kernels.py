@@ -1,5 +1,7 @@
 """Every kernel against the formula in float64, forward and backward, and as one of several tiles of a softmax."""
 
+import itertools
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -142,18 +144,26 @@ def test_forward_and_backward(kernel, device, dtypes, sizes, shape, generator):
     reason="needs a CUDA device, and cuDNN 9.15.1",
 )
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_cudnn(dtype, generator):
-    """It takes full and causal tiles of 64 rows or more, of widths that 8 divides."""
-    for sizes in (
-        (1, 1, 1, 64, 64, 8, 8),
-        (2, 2, 3, 70, 70, 64, 128),
-        (3, 1, 2, 65, 130, 128, 16),
-        (1, 2, 4, 200, 64, 32, 40),
-    ):
-        for shape in ("full", "causal")[: 1 + (sizes[3] == sizes[4])]:
-            inputs = make(sizes, dtype, generator, "cuda")
-            check(Cudnn(), *inputs, shape)
-            check(Cudnn(), *map(by_token, inputs), shape)
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 1, 1, 64, 64, 8, 8), (2, 2, 3, 70, 70, 64, 128), (3, 1, 2, 65, 130, 128, 16), (1, 2, 4, 200, 64, 32, 40)],
+)
+def test_cudnn(sizes, dtype, generator):
+    """It takes full and causal tiles of 64 rows or more, of widths that 8 divides; against plain math in float64."""
+    for shape, lay_out in itertools.product(("full", "causal")[: 1 + (sizes[3] == sizes[4])], (torch.clone, by_token)):
+        q, k, v, dout = map(lay_out, make(sizes, dtype, generator, "cuda"))
+        call = KernelCall(shape, 0.3)
+        out, lse = Cudnn().forward(q, k, v, call)
+        merged = 0.5 * out, lse + 0.7  # of a softmax with other keys
+        found = out, lse, *Cudnn().backward(dout, Saved(q, k, v, *merged), call)
+        wide = [x.double() for x in (q, k, v, *merged)]
+        want = *Math().forward(*wide[:3], call), *Math().backward(dout.double(), Saved(*wide), call)
+        for x, y in zip(found, want, strict=True):
+            assert largest(x.double() - y) <= 8 * torch.finfo(dtype).eps * largest(y)
+        sums = tuple(torch.ones_like(x, dtype=lse.dtype) for x in (q, k, v))
+        assert Cudnn().backward(dout, Saved(q, k, v, *merged), call, sums) is sums
+        for total, gradient in zip(sums, found[2:], strict=True):
+            torch.testing.assert_close(total, 1 + gradient.to(total.dtype))
 
 
 def by_token(x):
