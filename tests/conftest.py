@@ -149,6 +149,28 @@ def ranks():
 
 
 @pytest.fixture
+def checked_operators(monkeypatch):
+    """Has torch's operators for CUDA checked, and played by others: `checked_operators(dtype, played_by=...)`."""
+    from hf_ring_attention.compute import cuda_kernels
+    from tests.support.cuda_operators import CheckedOperators
+
+    def check(*dtypes, played_by=torch.ops.aten):
+        operators = CheckedOperators(played_by, dtypes)
+        monkeypatch.setattr(cuda_kernels, "aten", operators)
+        return operators
+
+    return check
+
+
+@pytest.fixture
+def computed_by(monkeypatch):
+    """Has every call of attention computed by a kernel."""
+    from hf_ring_attention.ring import planned
+
+    return lambda kernel: monkeypatch.setattr(planned, "choose_kernel", lambda *_: kernel)
+
+
+@pytest.fixture
 def bench_in_this_process(monkeypatch):
     """Has programs of recipes/bench fork their ranks from the server of all tests, which has imported more than theirs."""
     from tests.support.ranks import PRELOADED, start_server

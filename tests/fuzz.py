@@ -1,9 +1,10 @@
 """Random cases against what they must give, for as long as there is time: python -m tests.fuzz --minutes 30
 
-Every case follows from a number of its own. "attention": calls of a ring, against the definition
-(`tests.support.ring_cases`). "fused": the same by the fused kernels in Triton's interpreter, if Triton is installed
-(`tests.support.fused`). "models": models, batches and rings, against eager attention (`tests.support.random_batches`). A case
-that fails prints the line that repeats it and its error, and the others go on; the exit status is 1 if there was any.
+Every case follows from a separate number. "attention": calls of a ring, against the definition
+(`tests.support.ring_cases`). "fused": the same by the fused kernels in Triton's interpreter, if Triton is installed.
+"models": models, batches and rings, against eager attention (`tests.support.random_batches`). "cache": calls with a
+`PatternCache`, against a cache of all rows (`tests.support.cache_cases`). A case that fails prints the line that repeats it
+and its error, and the others go on; the exit status is 1 if there was any.
 """
 
 import argparse
@@ -24,33 +25,19 @@ import torch
 from tqdm import tqdm
 from transformers.utils import logging
 
-from tests.support import fused, random_batches, ring_cases
 from tests.support.cache_cases import draw_cache_case, run_cache_case
+from tests.support.random_batches import compared, found_by
 from tests.support.random_cases import draw_case
-
-
-def run_attention(case):
-    case.run()
-    return "equal" if case.calls[0].dtype == torch.float64 else "rounded"
-
-
-def run_fused(case):
-    case.run()
-    return "rounded"
-
-
-def run_model(case):
-    return random_batches.compared(case, random_batches.found_by(case))
-
+from tests.support.ring_cases import RingCase, draw_fused_case, draw_ring_case
 
 #: What draws a case from its number, and what runs it and returns what came of it.
 KINDS = {
-    "attention": (ring_cases.draw_ring_case, run_attention),
-    "models": (draw_case, run_model),
+    "attention": (draw_ring_case, RingCase.run),
+    "models": (draw_case, lambda case: compared(case, found_by(case))),
     "cache": (draw_cache_case, run_cache_case),
 }
 if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
-    KINDS["fused"] = (fused.draw_fused_case, run_fused)
+    KINDS["fused"] = (draw_fused_case, RingCase.run)
 
 
 @dataclass

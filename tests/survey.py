@@ -1,11 +1,8 @@
 """`python -m tests.survey` runs a tiny model of every causal type of Transformers, as `tests/support/probe.py` describes it."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,7 +10,6 @@ import torch
 import transformers
 
 from hf_ring_attention.hf import models as models_module
-from hf_ring_attention.hf.models import ModelSupport
 from tests.support.probe import survey
 from tests.support.tiny_models import CAUSAL_TYPES
 from tests.support.tolerance import float64
@@ -32,7 +28,7 @@ again. A type that is not listed here may still be supported: `ra.patch_model` l
 _LAYERS = re.compile(r"^layer \d+ is of type ('\w+') \([^)]*\): ")
 
 
-def run_survey(types: list[str]) -> None:
+def run_survey(types):
     """Surveys these types and prints the results; without types, surveys all and writes their table."""
     unknown = [name for name in types if name not in CAUSAL_TYPES]
     if unknown:
@@ -51,7 +47,7 @@ def run_survey(types: list[str]) -> None:
         (folder / "MODELS.md").write_text(models_page(models, transformers.__version__), encoding="utf-8")
 
 
-def models_page(models: Sequence[ModelSupport], release: str) -> str:
+def models_page(models, release):
     """Returns the text of hf/MODELS.md, of the models of a release of Transformers."""
     supported = [model for model in models if model.status == "supported"]
     lines = [_HEAD, counts(models, release), "", "## Supported", "", "| type | ring | packed |", "|---|---|---|"]
@@ -68,23 +64,23 @@ def models_page(models: Sequence[ModelSupport], release: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def general_reason(model: ModelSupport) -> str:
+def general_reason(model):
     """Returns why a type is refused, without the names of its class and the numbers of its layers."""
     reason = model.reason.removeprefix(model.model_class).lstrip(": ")
     reason = _LAYERS.sub(r"layers of type \1: ", reason)
     return reason if reason.startswith("ring_dilated") else reason[:1].upper() + reason[1:]
 
 
-def types_by_reason(models: Iterable[ModelSupport]) -> list[tuple[str, list[str]]]:
+def types_by_reason(models):
     """Returns pairs (reason, model types), those with the most types first; leaves out models without a reason."""
-    groups: dict[str, list[str]] = {}
+    groups = {}
     for model in models:
         groups.setdefault(general_reason(model), []).append(model.model_type)
     groups.pop("", None)
     return sorted(groups.items(), key=lambda group: (-len(group[1]), group[0]))
 
 
-def counts(models: Sequence[ModelSupport], release: str) -> str:
+def counts(models, release):
     """Returns one sentence with the numbers of types that are supported, refused and untested."""
     count = {status: sum(model.status == status for model in models) for status in ("supported", "refused", "untested")}
     ring, packed = sum(model.ring for model in models), sum(model.packed for model in models)

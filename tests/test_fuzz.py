@@ -72,54 +72,41 @@ def test_a_number_decides_its_case_whatever_ran_before(rng):
         assert len(set(there)) > 1
 
 
-def scales_gradients_of_values(monkeypatch):
-    """They are a hundredth too small."""
-    backward_pass = engine.backward_pass
-
-    def scaled(*call):
-        dq, dk, dv, dsinks = backward_pass(*call)
-        return dq, dk, dv * 0.99, dsinks
-
-    monkeypatch.setattr(engine, "backward_pass", scaled)
+def scaled(backward_pass, *call):
+    """Gradients of values are a hundredth too small."""
+    dq, dk, dv, dsinks = backward_pass(*call)
+    return dq, dk, dv * 0.99, dsinks
 
 
-def merges_one_part_alone(monkeypatch):
+def first(merge_, out, lse, new_out, new_lse):
     """Of the parts of a softmax, only the first one counts."""
-
-    def first(out, lse, new_out, new_lse):
-        empty = lse == -torch.inf
-        out.copy_(new_out.where(empty.unsqueeze(-1), out))
-        lse.copy_(new_lse.where(empty, lse))
-
-    monkeypatch.setattr(kernel, "merge_", first)
+    empty = lse == -torch.inf
+    out.copy_(new_out.where(empty.unsqueeze(-1), out))
+    lse.copy_(new_lse.where(empty, lse))
 
 
-def miscounts_bytes(monkeypatch):
+def miscounted(exchange, link, step, sends, receives):
     """Each exchange of a ring that sends rows counts one byte too many."""
-    exchange = transports.Link.exchange
+    link.traffic.sent_bytes += any(message.tensor.numel() for message in sends)
+    return exchange(link, step, sends, receives)
 
-    def miscounted(link, step, sends, receives):
-        link.traffic.sent_bytes += any(message.tensor.numel() for message in sends)
-        return exchange(link, step, sends, receives)
 
-    monkeypatch.setattr(transports.Link, "exchange", miscounted)
+#: Functions with defects, and where they take the places of others.
+DEFECTS = {first: (kernel, "merge_"), scaled: (engine, "backward_pass"), miscounted: (transports.Link, "exchange")}
 
 
 # As in tests/hf/test_random_batches.py.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
 @pytest.mark.parametrize(
     ("kind", "defect", "cases"),
-    [
-        ("attention", merges_one_part_alone, 6),
-        ("attention", scales_gradients_of_values, 3),
-        ("attention", miscounts_bytes, 12),
-        ("models", scales_gradients_of_values, 3),
-    ],
+    [("attention", first, 6), ("attention", scaled, 3), ("attention", miscounted, 12), ("models", scaled, 3)],
 )
 def test_a_defect_is_reported_and_repeated(kind, defect, cases, capsys, monkeypatch):
     call = ["--only", kind, "--cases", str(cases), "--seed", "1"]
+    place, name = DEFECTS[defect]
     with monkeypatch.context() as patched:
-        defect(patched)
+        replaced = getattr(place, name)
+        patched.setattr(place, name, lambda *call: defect(replaced, *call))
         assert fuzz.main(call) == 1
         told = capsys.readouterr().out
         names = re.findall(f"^{REPEATED}$", told, re.MULTILINE)

@@ -1,14 +1,14 @@
-"""Tiles of any sizes are what plain math makes of them: bands in stretches, masked and cut, and FlashAttention's windows."""
+"""Tiles of any sizes are what plain math makes of them: bands in stretches, masked and cut, and calls of CUDA's operators."""
 
 import pytest
 import torch
 
-from hf_ring_attention.compute import bands, cuda_kernels
-from hf_ring_attention.compute.cuda_kernels import CudaFlash
+from hf_ring_attention.compute import bands
+from hf_ring_attention.compute.cuda_kernels import CudaEfficient, CudaFlash, Cudnn
 from hf_ring_attention.compute.kernel import KernelCall, Saved
 from hf_ring_attention.compute.kernels import CpuFlash, Math
 from hf_ring_attention.compute.merge import merge_
-from tests.support.cuda_operators import CheckedOperators, FlashAttention2, scores_of
+from tests.support.cuda_operators import CudnnAttention, EfficientAttention, FlashAttention2, scores_of
 
 
 def drawn(generator, *sizes):
@@ -22,17 +22,15 @@ def assert_same(got, want):
 
 def check(kernel, shape, rng, generator):
     """Forward and backward of a tile, also into totals and sums, and as the share of a tile in a larger softmax."""
-    tiles, heads, group, fold_size = (
-        rng.randint(1, 3),
-        rng.randint(1, 3),
-        rng.choice([1, 2, 4]),
-        rng.choice([1, 1, 2, 3]),
-    )
+    tiles, heads, group = rng.randint(1, 3), rng.randint(1, 3), rng.choice([1, 2, 4])
+    fold_size, step = rng.choice([1, 1, 2, 3]), 8 if isinstance(kernel, Cudnn) else 1
     queries, width = rng.choice([1, *[rng.randint(1, 30)] * 3]), rng.choice([1, *[rng.randint(1, 24)] * 3])
     if shape != "band" or width >= bands.CUT_FROM or isinstance(kernel, CudaFlash):
         fold_size = 1
     keys = {"full": rng.randint(1, 40), "causal": queries, "band": queries + width - 1}[shape]
-    head_dim, value_dim, rows = rng.randint(1, 20), rng.randint(1, 20), (tiles, heads * group, queries * fold_size)
+    head_dim, value_dim = (step * rng.randint(1, 20 if step == 1 else 16) for _ in range(2))
+    value_dim = head_dim if isinstance(kernel, CudaEfficient) else value_dim  # as its stand-in wants them
+    rows = tiles, heads * group, queries * fold_size
     q, dout = drawn(generator, *rows, head_dim), drawn(generator, *rows, value_dim)
     k, v = (drawn(generator, tiles, heads, keys, wide) for wide in (head_dim, value_dim))
     if rng.random() < 0.5:  # as models store them
@@ -54,28 +52,30 @@ def check(kernel, shape, rng, generator):
 
 
 @pytest.mark.parametrize("cut_from", [7, 10**6], ids=["cut", "masked"])
-def test_every_band_is_what_plain_math_makes_of_it(cut_from, monkeypatch, rng, generator):
+def test_every_band_is_what_plain_math_makes_of_it(cut_from, short_stretches, rng, generator):
     """Bands of any width and length, in stretches of a few rows, a few of which are at hand at once in backward."""
     for _ in range(25):
-        monkeypatch.setattr(bands, "CUT_FROM", cut_from)
-        monkeypatch.setattr(bands, "CUT_ROWS", rng.randint(1, 5))
-        monkeypatch.setattr(bands, "FEWEST_ROWS", rng.randint(1, 5))
-        monkeypatch.setattr(bands, "MOST_ROWS", rng.randint(5, 9))
-        monkeypatch.setattr(bands, "ROWS_OF_A_BLOCK", rng.randint(1, 3))
-        monkeypatch.setattr(bands, "LARGEST_MASK", rng.choice([1, 100, 10**6]))
-        monkeypatch.setattr(bands, "RESULTS_AT_ONCE", rng.choice([1, 40, 200]))
-        monkeypatch.setattr(bands, "GRADIENTS_AT_ONCE", rng.choice([1, 40, 200]))
+        short_stretches(cut_from, rng.choice([1, 100, 10**6]))
         check(CpuFlash(), "band", rng, generator)
 
 
-@pytest.mark.parametrize("shape", ["full", "causal", "band"])
-def test_cuda_flash_is_what_plain_math_makes_of_it(shape, monkeypatch, rng, generator):
-    """FlashAttention for CUDA sees the keys that plain math sees: float64 stands in for its kernel."""
-    checked = CheckedOperators(played_by=FlashAttention2, dtypes=(torch.float64,))
-    monkeypatch.setattr(cuda_kernels, "aten", checked)
-    for _ in range(40):
-        check(CudaFlash(), shape, rng, generator)
-    assert len(checked.calls) == 40 * 5
+@pytest.mark.parametrize(
+    ("kernel", "operators", "shapes"),
+    [
+        (CudaFlash(), FlashAttention2, ("full", "causal", "band")),
+        (CudaEfficient(), EfficientAttention, ("full", "causal", "band")),
+        # Releases of torch before 2.9 had an lse of 3 dimensions.
+        *((Cudnn(), CudnnAttention(dims), ("full", "causal")) for dims in (3, 4)),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_kernels_for_cuda_are_what_plain_math_makes_of_it(kernel, operators, shapes, checked_operators, rng, generator):
+    """They see the keys that plain math sees: plain math in float64 stands in for their operators."""
+    checked = checked_operators(torch.float64, played_by=operators)
+    for shape in shapes:
+        for _ in range(40):
+            check(kernel, shape, rng, generator)
+    assert len(checked.calls) >= len(shapes) * 40 * 5
 
 
 def test_the_stand_in_sees_what_flash_attention_documents(generator):

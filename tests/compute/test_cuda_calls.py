@@ -8,20 +8,23 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hf_ring_attention.compute import bands, cuda_kernels
-from hf_ring_attention.compute.cuda_kernels import CudaEfficient, CudaFlash
+from hf_ring_attention.compute.bands import Masked
+from hf_ring_attention.compute.cuda_kernels import CudaEfficient, CudaFlash, Cudnn
 from hf_ring_attention.compute.kernel import KernelCall, Saved
 from hf_ring_attention.compute.merge import accumulation_dtype
-from tests.support.cuda_operators import HALVES, CheckedOperators, WithoutDeviceGuard
+from tests.support.cuda_operators import HALVES, WithoutDeviceGuard
 
 SHAPES = ("full", "causal", "band")
 CUDA_KERNELS = [
     *((CudaFlash(), dtype) for dtype in HALVES),
     *((CudaEfficient(), dtype) for dtype in (torch.float32, *HALVES)),
+    *((Cudnn(), dtype) for dtype in HALVES),
 ]
 #: Of q and k, and of v.
 WIDTHS = [(width, width) for width in (5, 8, 33, 64, 96, 128, 192, 256)]
 WIDTHS += [(64, 128), (192, 128), (8, 5), (33, 256), (1, 40)]
+#: cuDNN takes full and causal tiles of 64 rows or more, of these widths.
+CUDNN_WIDTHS = [(8, 8), (64, 128), (128, 16), (32, 40), (96, 96)]
 
 
 @pytest.fixture(autouse=True)
@@ -31,20 +34,8 @@ def no_gpu():
         yield
 
 
-@pytest.fixture
-def operators(monkeypatch):
-    def checked(*dtypes):
-        operators = CheckedOperators(dtypes=dtypes)
-        monkeypatch.setattr(cuda_kernels, "aten", operators)
-        return operators
-
-    return checked
-
-
 def ids(value):
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    return value.name + ("" if getattr(value, "softcap", None) is None else "_capped")
+    return getattr(value, "name", str(value).removeprefix("torch."))
 
 
 def packed(*size, dtype):
@@ -94,55 +85,58 @@ def check(kernel, dtype, shape, sizes, fold_size, widths, layout=packed):
     row_sizes = (tiles, heads * group, rows)
     assert (out.shape, out.dtype) == ((*row_sizes, value_width), dtype)
     assert (lse.shape, lse.dtype) == (row_sizes, accumulation_dtype(dtype))
-    merged = out, lse
     dout = layout(*row_sizes, value_width, dtype=dtype)
-    if layout is not packed:  # of a larger softmax, and so not from the kernel itself
-        merged = layout(*row_sizes, value_width, dtype=dtype), layout(*row_sizes, 1, dtype=lse.dtype).squeeze(-1)
-    grads = kernel.backward(dout, Saved(q, k, v, *merged), KernelCall(shape, 0.3, fold_size))
-    for grad, x in zip(grads, (q, k, v), strict=True):
-        assert (grad.shape, grad.dtype) == (x.shape, dtype)
+    # Of a larger softmax, out and lse are not the kernel's own, and may be stored in any way.
+    other = by_token if layout is packed else layout
+    merged = other(*row_sizes, value_width, dtype=dtype), other(*row_sizes, 1, dtype=lse.dtype).squeeze(-1)
+    for saved in ((out, lse), merged):
+        grads = kernel.backward(dout, Saved(q, k, v, *saved), KernelCall(shape, 0.3, fold_size))
+        for grad, x in zip(grads, (q, k, v), strict=True):
+            assert (grad.shape, grad.dtype) == (x.shape, dtype)
     assert {x.device.type for x in (out, lse, *grads)} == {"cuda"}
 
 
-def some_sizes(rng):
+def some_sizes(rng, kernel):
     """Tiles, key/value heads, query heads on each, queries and, for bands and rectangles, keys."""
     queries, width = rng.choice([1, 7, 32, 70]), rng.choice([1, 16, 40])
+    if isinstance(kernel, Cudnn):
+        queries = rng.choice([64, 65, 70, 200])
     return rng.choice([1, 1, 2, 5]), rng.choice([1, 2, 3]), rng.choice([1, 2, 4]), queries, queries + width - 1
 
 
+def shapes_of(kernel):
+    return SHAPES[:2] if isinstance(kernel, Cudnn) else SHAPES
+
+
 @pytest.mark.drawn
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("kernel", "dtype"), CUDA_KERNELS, ids=ids)
-def test_sizes_dtypes_and_devices(kernel, dtype, shape, operators, rng):
-    checked = operators(dtype)
-    for widths in rng.sample(WIDTHS, 5):
-        check(kernel, dtype, shape, some_sizes(rng), rng.choice([1, 3]), widths)
-    assert len(checked.calls) >= 2 * 5
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "shape"), [(*x, y) for x in CUDA_KERNELS for y in shapes_of(x[0])], ids=ids
+)
+def test_sizes_dtypes_and_devices(kernel, dtype, shape, checked_operators, rng):
+    checked = checked_operators(dtype)
+    for widths in rng.sample(CUDNN_WIDTHS if isinstance(kernel, Cudnn) else WIDTHS, 5):
+        check(kernel, dtype, shape, some_sizes(rng, kernel), rng.choice([1, 3]), widths)
+    assert len(checked.calls) >= 3 * 5
 
 
 @pytest.mark.drawn
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("kernel", "dtype"), CUDA_KERNELS[::2], ids=ids)
-def test_views(kernel, dtype, layout, operators, rng):
-    operators(dtype)
-    # Of widths that are padded, and that are not.
-    for shape, widths in zip(SHAPES, rng.sample([(5, 5), (16, 24), (5, 16)], 3)):
-        check(kernel, dtype, shape, some_sizes(rng), rng.choice([1, 3]), widths, layout)
+def test_views(kernel, dtype, layout, checked_operators, rng):
+    """Of widths that are padded, and that are not."""
+    checked_operators(dtype)
+    some_widths = CUDNN_WIDTHS if isinstance(kernel, Cudnn) else [(5, 5), (16, 24), (5, 16)]
+    for shape, widths in zip(shapes_of(kernel), rng.sample(some_widths, 3)):
+        check(kernel, dtype, shape, some_sizes(rng, kernel), rng.choice([1, 3]), widths, layout)
 
 
 @pytest.mark.drawn
 @pytest.mark.parametrize("cut_from", [7, 10**6], ids=["cut", "masked"])
-@pytest.mark.parametrize(("kernel", "dtype"), CUDA_KERNELS[2:], ids=ids)
-def test_bands_in_stretches(kernel, dtype, cut_from, operators, monkeypatch, rng):
+@pytest.mark.parametrize(("kernel", "dtype"), CUDA_KERNELS[2:5], ids=ids)
+def test_bands_in_stretches(kernel, dtype, cut_from, checked_operators, short_stretches, rng):
     """Bands of many stretches, cut into triangles and rectangles, or with one mask for all of them."""
-    monkeypatch.setattr(bands, "CUT_FROM", cut_from)
-    monkeypatch.setattr(bands, "CUT_ROWS", rng.randint(1, 5))
-    monkeypatch.setattr(bands, "FEWEST_ROWS", rng.randint(1, 5))
-    monkeypatch.setattr(bands, "MOST_ROWS", rng.randint(5, 9))
-    monkeypatch.setattr(bands, "ROWS_OF_A_BLOCK", rng.randint(1, 3))
-    monkeypatch.setattr(bands, "RESULTS_AT_ONCE", rng.choice([1, 40, 200]))
-    monkeypatch.setattr(bands, "GRADIENTS_AT_ONCE", rng.choice([1, 40, 200]))
-    checked = operators(dtype)
+    short_stretches(cut_from)
+    checked = checked_operators(dtype)
     queries, width = rng.randint(1, 30), rng.randint(7, 24)
     sizes = (rng.randint(1, 3), rng.randint(1, 3), rng.choice([1, 2, 4]), queries, queries + width - 1)
     layout = rng.choice([packed, by_token, of_wider_rows])
@@ -152,24 +146,28 @@ def test_bands_in_stretches(kernel, dtype, cut_from, operators, monkeypatch, rng
     assert masked == {cut_from > width}
 
 
-@pytest.mark.parametrize(("kernel", "dtype"), CUDA_KERNELS[1:3], ids=ids)
-def test_rows_that_need_no_copy_have_none(kernel, dtype, operators):
+@pytest.mark.parametrize(("kernel", "dtype"), CUDA_KERNELS[::2], ids=ids)
+def test_rows_that_need_no_copy_have_none(kernel, dtype, checked_operators):
     """Tensors as models store them are handed on as they are."""
-    checked = operators(dtype)
-    q, k, v = (by_token(2, 4, 6, 64, dtype) for _ in range(3))
-    kernel.forward(q, k, v, KernelCall("causal", 0.3))
-    [(_, given)] = checked.calls
-    for name, x in (("query", q), ("key", k), ("value", v)):
-        assert given[name].untyped_storage()._cdata == x.untyped_storage()._cdata
+    checked = checked_operators(dtype)
+    q, k, v, dout = (by_token(2, 4, 64, 64, dtype) for _ in range(4))
+    out, lse = kernel.forward(q, k, v, KernelCall("causal", 0.3))
+    kernel.backward(dout, Saved(q, k, v, out, lse), KernelCall("causal", 0.3))
+    (_, forward), (_, backward) = checked.calls
+    tensors = {"query": q, "key": k, "value": v}
+    of_backward = {"grad_out_": dout} if isinstance(kernel, CudaEfficient) else {"grad_out": dout, "out": out}
+    for given, named in ((forward, tensors), (backward, tensors | of_backward)):
+        for name, x in named.items():
+            assert given[name].untyped_storage()._cdata == x.untyped_storage()._cdata, name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=ids)
-def test_a_bias_for_each_head_and_query(dtype, operators):
+def test_a_bias_for_each_head_and_query(dtype, checked_operators):
     """As few queries to a `PatternCache` have it: keys as views, and a bias that heads, rows and queries share or not."""
-    checked = operators(dtype)
+    checked = checked_operators(dtype)
     checked.one_mask = False
     q, k = packed(2, 3, 4, 64, dtype=dtype), packed(2, 3, 40, 64, dtype=dtype)[:, :, :37]
     for sizes in ((1, 1, 4, 37), (2, 1, 4, 37), (1, 3, 4, 37), (2, 3, 4, 37)):
-        out, lse = CudaEfficient().forward_masked(q, k, k, bands.Masked(False, 0.3, packed(*sizes, dtype=dtype)))
+        out, lse = CudaEfficient().forward_masked(q, k, k, Masked(False, 0.3, packed(*sizes, dtype=dtype)))
         assert (out.shape, lse.shape) == ((2, 3, 4, 64), (2, 3, 4))
     assert [given["attn_bias"].shape for _, given in checked.calls] == [(2, 3, 4, 37)] * 4

@@ -10,28 +10,19 @@ from hf_ring_attention.compute.fused.columns import Sizes
 from hf_ring_attention.compute.fused.lists import work_lists
 from hf_ring_attention.compute.fused.settings import Setting, Settings, heads_of_an_item
 from hf_ring_attention.plan.layouts import SequenceLayout
-from hf_ring_attention.plan.patterns import Pattern
 from hf_ring_attention.plan.plans import of_heads, plan_rank, tiles_from
-from hf_ring_attention.plan.problem import HeldKeys, Problem
-from tests.support.cases import random_case, random_pieces, with_heads
+from hf_ring_attention.plan.problem import HeldKeys
+from tests.plan.strategies import query_rows, random_layout
+from tests.support.cases import problem_of, random_case
 from tests.support.fused import SMALL_BLOCKS, random_settings_of_kernels, small_settings
-
-LAYOUTS = ("contiguous", "zigzag", "documents")
 
 
 def pairs_of_tiles(batches, sizes):
     """How often each query row sees each key row, [B, H, query rows, key rows], by the words of `TileBatch`."""
     count = np.zeros((sizes.batch, sizes.heads, sizes.query_rows, sizes.key_rows), np.int64)
     for batch in batches:
-        nq, nk = batch.num_queries, batch.num_keys
-        for item in batch.items:
-            for b, head, copy in itertools.product(item.batch_rows, item.heads, range(item.copies)):
-                heads = [head] if batch.per_query_head else range(head * sizes.group, (head + 1) * sizes.group)
-                for i, row in itertools.product(range(nq), range(batch.fold_size)):
-                    x = item.query_row + copy + i * batch.query_stride + row
-                    seen = {"full": range(nk), "causal": range(i + 1), "band": range(i, i + nk - nq + 1)}[batch.shape]
-                    for hq, j in itertools.product(heads, seen):
-                        count[b, hq, x, item.key_row + j * batch.key_stride] += 1
+        for b, head, row, key_rows in query_rows(batch, sizes.group):
+            count[b, head, row, key_rows] += 1
     return count
 
 
@@ -129,12 +120,7 @@ def check(batches, sizes, settings, rng, payload=False, complete=True):
 def test_random_plans(seed, rng):
     """Own tiles, and tiles of other ranks, whose keys are rows of a payload."""
     case, world_size = random_case(rng, max_len=30), rng.choice([1, 1, 2, 3])
-    kind = rng.choice(LAYOUTS)
-    layout = (
-        random_pieces(rng, case.seq_len, world_size, case.batch)
-        if kind == "documents"
-        else SequenceLayout(kind, case.seq_len, world_size)
-    )
+    layout = random_layout(rng, case.seq_len, world_size, case.batch)
     problem, rank = case.problem(layout), rng.randrange(world_size)
     plan, settings = plan_rank(problem, rank), random_settings_of_kernels(rng)
     sizes = Sizes(case.batch, case.num_heads, case.num_kv_heads, layout.local_len, layout.local_len)
@@ -143,47 +129,38 @@ def test_random_plans(seed, rng):
     check(plan.remote, sizes._replace(key_rows=layout.padded_len), settings, rng, payload=True)
 
 
+def own_tiles(case):
+    return plan_rank(case.problem(SequenceLayout("contiguous", case.seq_len, 1)), 0).own
+
+
 def test_some_key_value_heads(rng):
     """A lap of a ring may have some of the heads alone."""
     for _ in range(10):
-        case = with_heads(rng, random_case(rng, max_len=24), 6, 3)
-        layout = SequenceLayout("contiguous", case.seq_len, 1)
-        heads = range(rng.randrange(3), 3)
-        batches = of_heads(plan_rank(case.problem(layout), 0).own, heads, 2)
-        check(
-            batches,
-            Sizes(case.batch, 6, 3, case.seq_len, case.seq_len),
-            random_settings_of_kernels(rng),
-            rng,
-            complete=False,
-        )
+        case = random_case(rng, max_len=24, heads=(6, 3))
+        batches = of_heads(own_tiles(case), range(rng.randrange(3), 3), 2)
+        sizes = Sizes(case.batch, 6, 3, case.seq_len, case.seq_len)
+        check(batches, sizes, random_settings_of_kernels(rng), rng, complete=False)
 
 
 def test_keys_of_a_cache(rng):
     for _ in range(10):
         case = random_case(rng, max_len=24)
         held = HeldKeys.whole(case.seq_len, rng.randint(1, case.seq_len), case.seq_len + rng.randint(0, 3))
+        heads = case.num_heads, case.num_kv_heads
         try:
-            problem = Problem(
-                case.pattern, held.layout, tuple(map(tuple, case.rows)), num_heads=case.num_heads,
-                num_kv_heads=case.num_kv_heads, held=held,
-            )  # fmt: skip
+            problem = problem_of(case.pattern, held.layout, case.rows, heads, held=held)
         except ValueError:  # a pattern of last queries
             continue
-        sizes = Sizes(case.batch, case.num_heads, case.num_kv_heads, held.num_queries, held.num_rows)
+        sizes = Sizes(case.batch, *heads, held.num_queries, held.num_rows)
         check(tiles_from(problem, 0, 0), sizes, random_settings_of_kernels(rng), rng)
 
 
 def test_few_keys_of_many_queries_are_cut():
     """Sinks of a long row are the work of many programs, not of one."""
-    problem = Problem(
-        Pattern.parse("window:4+2"), SequenceLayout("contiguous", 64, 1), (((0, 64),),), num_heads=2, num_kv_heads=1
-    )
     sizes, settings = Sizes(1, 2, 1, 64, 64), SMALL_BLOCKS._replace(most_rows=8)
-    batches = plan_rank(problem, 0).own
-    [launch] = work_lists(batches, sizes, settings, None, True).dkdv
+    batches = plan_rank(problem_of("window:4+2", 64, heads=(2, 1)), 0).own
+    [launch] = check(batches, sizes, settings, random.Random(0)).dkdv
     assert max(end - begin for *_, begin, end, _ in launch.items.tolist()) <= 8
-    check(batches, sizes, settings, random.Random(0))
 
 
 @pytest.mark.parametrize(
@@ -192,9 +169,7 @@ def test_few_keys_of_many_queries_are_cut():
 )
 def test_each_key_row_is_written_once(text, slots):
     """Also the rows of padding, whose gradients are 0, and sinks that many queries see, whose gradients are sums."""
-    documents = (((0, 1), (3, 40), (41, 60)), ((5, 64),), ())
-    layout, pattern = SequenceLayout("contiguous", 64, 1), Pattern.parse(text)
-    problem = Problem(pattern, layout, documents, num_heads=4, num_kv_heads=2)
+    problem = problem_of(text, 64, [((0, 1), (3, 40), (41, 60)), ((5, 64),), ()], (4, 2))
     for few_keys in (False, True):
         settings = small_settings(few_keys=few_keys)._replace(most_rows=30 if slots else 1000)
         lists = check(plan_rank(problem, 0).own, Sizes(3, 4, 2, 64, 64), settings, random.Random(0))
@@ -203,12 +178,8 @@ def test_each_key_row_is_written_once(text, slots):
 
 def test_many_shared_key_rows_are_added_in_place():
     """Where most key rows have several writers, sums of all rows take less memory than their parts."""
-    layout = SequenceLayout("contiguous", 64, 1)
-    problem = Problem(
-        Pattern.parse("branches:window=8,segment=32/2"), layout, (((0, 64),),), num_heads=2, num_kv_heads=1
-    )
-    lists = work_lists(plan_rank(problem, 0).own, Sizes(1, 2, 1, 64, 64), SMALL_BLOCKS, None, True)
-    assert lists.sums is None
+    batches = plan_rank(problem_of("branches:window=8,segment=32/2", 64, heads=(2, 1)), 0).own
+    assert work_lists(batches, Sizes(1, 2, 1, 64, 64), SMALL_BLOCKS, None, True).sums is None
 
 
 @pytest.mark.parametrize(
@@ -217,9 +188,7 @@ def test_many_shared_key_rows_are_added_in_place():
 def test_launches_whose_queries_see_few_keys_take_other_settings(text, rows):
     few, many = Setting(16, 64, 4, 1), Setting(32, 64, 4, 1)
     settings = Settings((few, many), (few, few), (few._replace(keys=32), many))
-    layout = SequenceLayout("contiguous", 8192, 1)
-    problem = Problem(Pattern.parse(text), layout, (((0, 8192),),), num_heads=1, num_kv_heads=1)
-    lists = work_lists(plan_rank(problem, 0).own, Sizes(1, 1, 1, 8192, 8192), settings, None, True)
+    lists = work_lists(plan_rank(problem_of(text, 8192), 0).own, Sizes(1, 1, 1, 8192, 8192), settings, None, True)
     assert [x.setting.rows for x in lists.forward] == [rows]
     assert [x.setting.rows for x in lists.dq] == [16]
     assert (lists.forward[0].items is lists.dq[0].items) == (rows == 16)
@@ -234,6 +203,5 @@ def test_heads_that_share_an_item(group, expected):
 
 def test_more_heads_than_rows_of_a_block(rng):
     """A block holds one row or more of all heads of an item, or its program would compute nothing, or never end."""
-    case = with_heads(rng, random_case(rng, max_len=24), 32, 1)
-    batches = plan_rank(case.problem(SequenceLayout("contiguous", case.seq_len, 1)), 0).own
-    check(batches, Sizes(case.batch, 32, 1, case.seq_len, case.seq_len), SMALL_BLOCKS, rng)
+    case = random_case(rng, max_len=24, heads=(32, 1))
+    check(own_tiles(case), Sizes(case.batch, 32, 1, case.seq_len, case.seq_len), SMALL_BLOCKS, rng)

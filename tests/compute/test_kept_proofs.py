@@ -5,16 +5,17 @@ import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from hf_ring_attention.compute import cuda_kernels, kept_proofs, proof
+from hf_ring_attention.compute import kept_proofs, proof
 from hf_ring_attention.compute.cuda_kernels import CudaFlash, Cudnn
 from hf_ring_attention.compute.kept_proofs import KeptProof
 from hf_ring_attention.compute.kernels import Math
 from hf_ring_attention.plan.kernel_choice import ANY_TILES, TileKinds
-from tests.support.cuda_operators import CheckedOperators, CudnnAttention, FlashAttention2
+from tests.support.cuda_operators import CudnnAttention, FlashAttention2
 
 CPU = torch.device("cpu")
 WHOLE = TileKinds(rows=4096, whole_rows=True, full_rows=True, few_calls=True, shapes=("causal",))
@@ -122,18 +123,12 @@ def test_a_folder_that_cannot_be_written_fails_no_call(obstacle, machine, tmp_pa
     if obstacle == "file":
         (tmp_path / "proofs").write_text("in the way")
     elif obstacle == "full":
-
-        def full(*_):
-            raise OSError(28, "No space left on device")
-
+        full = Mock(side_effect=OSError(28, "No space left on device"))
         monkeypatch.setattr(kept_proofs.os, "replace", full)
     else:
         for name in ("HF_RING_ATTENTION_CACHE", "XDG_CACHE_HOME"):
             monkeypatch.delenv(name, raising=False)
-
-        def home():
-            raise RuntimeError("Could not determine home directory.")
-
+        home = Mock(side_effect=RuntimeError("Could not determine home directory."))
         monkeypatch.setattr(kept_proofs.Path, "home", home)
     for _ in range(2):
         calls, fault = new_process()
@@ -216,27 +211,22 @@ def test_the_version_of_the_driver(monkeypatch, tmp_path):
     assert driver() == "NVRM version: 570.1"
     os.unlink(tmp_path / "version")
 
-    def absent(name):
-        raise OSError("no such library")
-
-    monkeypatch.setattr(ctypes, "CDLL", absent)
+    monkeypatch.setattr(ctypes, "CDLL", Mock(side_effect=OSError("no such library")))
     assert driver() is None
 
 
 def test_sources_are_told_apart(tmp_path):
-    def digest():
-        return kept_proofs._digest.__wrapped__(tmp_path)
-
-    (tmp_path / "fused").mkdir()
-    (tmp_path / "fused" / "kernels.py").write_text("a = 1")
-    digests = [digest()]
-    (tmp_path / "fused" / "kernels.py").write_text("a = 2")
-    digests.append(digest())
-    (tmp_path / "fused" / "kernels.py").rename(tmp_path / "fused" / "others.py")
-    digests.append(digest())
-    assert len(set(digests)) == 3
-    (tmp_path / "fused" / "kernels.pyc").write_text("")
-    assert digest() == digests[-1]
+    digests, file = [], tmp_path / "fused" / "kernels.py"
+    file.parent.mkdir()
+    for change in (
+        lambda: file.write_text("a = 1"),
+        lambda: file.write_text("a = 2"),
+        lambda: file.rename(file.with_name("others.py")),
+        lambda: file.with_suffix(".pyc").write_text(""),
+    ):
+        change()
+        digests.append(kept_proofs._digest.__wrapped__(tmp_path))
+    assert len({*digests}) == 3 and digests[-1] == digests[-2]
 
 
 def test_versions_of_kernels(card, monkeypatch):
@@ -265,19 +255,22 @@ def test_versions_of_kernels(card, monkeypatch):
 # ---- how much is proved
 
 
-def calls_of_proof(monkeypatch, kernel, operators, tiles):
-    checked = CheckedOperators(operators, dtypes=(torch.float32,))
-    monkeypatch.setattr(cuda_kernels, "aten", checked)
-    monkeypatch.setattr(proof, "_FAULTS", {})
-    assert proof.fault_of(kernel, None, tiles, CPU, torch.float32, 1, 64, 64) is None
-    return checked.calls
+@pytest.fixture
+def calls_of_proof(checked_operators, monkeypatch):
+    def calls_of_proof(kernel, operators, tiles):
+        checked = checked_operators(torch.float32, played_by=operators)
+        monkeypatch.setattr(proof, "_FAULTS", {})
+        assert proof.fault_of(kernel, None, tiles, CPU, torch.float32, 1, 64, 64) is None
+        return checked.calls
+
+    return calls_of_proof
 
 
-def test_cudnn_compiles_a_program_of_each_direction_for_rows_of_one_document(monkeypatch):
+def test_cudnn_compiles_a_program_of_each_direction_for_rows_of_one_document(calls_of_proof):
     """It compiles for each shape, and so few shapes are proved: only those of the call's kinds of tiles."""
 
     def programs(tiles):
-        calls = calls_of_proof(monkeypatch, Cudnn(), CudnnAttention(), tiles)
+        calls = calls_of_proof(Cudnn(), CudnnAttention(), tiles)
         return len({(name, *(given[x].shape for x in ("query", "key")), given["is_causal"]) for name, given in calls})
 
     assert programs(WHOLE) == 2
@@ -285,19 +278,16 @@ def test_cudnn_compiles_a_program_of_each_direction_for_rows_of_one_document(mon
     assert programs(TileKinds(rows=4096, full_rows=True, shapes=("causal", "full"))) == 8
 
 
-def test_flash_is_proved_in_the_form_of_the_call(monkeypatch):
+def test_flash_is_proved_in_the_form_of_the_call(calls_of_proof):
     """Packed rows in place are other programs than tiles, and so are bands."""
 
     def forms(tiles):
-        calls = calls_of_proof(monkeypatch, CudaFlash(), FlashAttention2, tiles)
+        calls = calls_of_proof(CudaFlash(), FlashAttention2, tiles)
         return {(given["cum_seq_q"] is not None, given["is_causal"], "window_size_left" in given) for _, given in calls}
 
     assert forms(WHOLE) == {(False, True, False)}
-    assert forms(WHOLE._replace(rows=0, shapes=())) == {
-        (False, True, False),
-        (False, False, False),
-        (False, False, True),
-    }
+    bands = {(False, *form) for form in ((True, False), (False, False), (False, True))}
+    assert forms(WHOLE._replace(rows=0, shapes=())) == bands
     assert forms(TileKinds(rows=10, whole_rows=True, few_calls=True, shapes=("causal",))) == {(True, True, False)}
 
 
@@ -313,13 +303,11 @@ def test_the_first_call_says_what_was_compiled_and_how_long_it_took(machine, tmp
 
     with caplog.at_level(logging.INFO):
         new_process()
-        assert lines() == [
-            (
-                "WARNING",
-                "kernel math was compiled and proved right in 8.0 s (window, causal; torch.float32; heads of 8 and 8 numbers; "
-                f"cpu): the proof is kept in {tmp_path / 'proofs'}",
-            )
-        ]
+        call = "window, causal; torch.float32; heads of 8 and 8 numbers; cpu"
+        said = (
+            f"kernel math was compiled and proved right in 8.0 s ({call}): the proof is kept in {tmp_path / 'proofs'}"
+        )
+        assert lines() == [("WARNING", said)]
         new_process()
         assert len(lines()) == 1, "a kept proof takes no time"
         monkeypatch.setenv("LOCAL_RANK", "1")
@@ -331,9 +319,9 @@ def test_the_first_call_says_what_was_compiled_and_how_long_it_took(machine, tmp
         assert [level for level, _ in lines()] == ["WARNING", "INFO", "INFO"], "a short wait needs no line"
 
 
-def test_the_line_names_an_implementation_and_proofs_that_are_not_kept(machine, monkeypatch, caplog):
+def test_the_line_names_an_implementation_and_proofs_that_are_not_kept(machine, checked_operators, monkeypatch, caplog):
     monkeypatch.setattr(proof, "torch_flash", lambda: "other")
-    monkeypatch.setattr(cuda_kernels, "aten", CheckedOperators(FlashAttention2, dtypes=(torch.float32,)))
+    checked_operators(torch.float32, played_by=FlashAttention2)
     with caplog.at_level(logging.INFO):
         assert proof.fault_of(CudaFlash(), None, WHOLE, CPU, torch.float32, 2, 64, 64) is None
     [line] = [r.getMessage() for r in caplog.records if "was compiled" in r.getMessage()]

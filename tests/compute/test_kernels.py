@@ -1,5 +1,7 @@
 """Every kernel against the formula in float64, forward and backward, and as one of several tiles of a softmax."""
 
+import itertools
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -10,22 +12,19 @@ from hf_ring_attention.compute.cuda_kernels import CudaEfficient, CudaFlash, Cud
 from hf_ring_attention.compute.kernel import KernelCall, Saved
 from hf_ring_attention.compute.kernels import CpuFlash, Math, choose_kernel
 from hf_ring_attention.compute.merge import accumulation_dtype
-from hf_ring_attention.plan.kernel_choice import TileKinds
-from tests.support.cuda_operators import EfficientAttention
+from hf_ring_attention.plan.kernel_choice import ANY_TILES, TileKinds
+from tests.support.cuda_operators import HALVES, FlashAttention2
 
 CUDA = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 FLASH = pytest.mark.skipif(
     not torch.backends.cuda.is_flash_attention_available(), reason="torch was built without FlashAttention for CUDA"
 )
-HALVES = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float64, torch.float32, *HALVES)
 
 # (kernel, device, dtypes it computes in)
-CPU_FLASH = pytest.param(CpuFlash(), "cpu", FLOATS, id="cpu_flash")
-MATH = pytest.param(Math(), "cpu", FLOATS, id="math")
 KERNELS = [
-    CPU_FLASH,
-    MATH,
+    pytest.param(CpuFlash(), "cpu", FLOATS, id="cpu_flash"),
+    pytest.param(Math(), "cpu", FLOATS, id="math"),
     pytest.param(CudaFlash(), "cuda", HALVES, id="cuda_flash", marks=[*CUDA, FLASH]),
     pytest.param(CudaEfficient(), "cuda", (torch.float32, *HALVES), id="cuda_efficient", marks=CUDA),
     pytest.param(Math(), "cuda", FLOATS, id="cuda_math", marks=CUDA),
@@ -55,34 +54,13 @@ def visible(queries, keys, shape):
     return everything.tril() if shape == "causal" else everything
 
 
-def probabilities(q, k, lse, seen, scale):
-    scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale
-    return torch.exp(scores.masked_fill(~seen, -torch.inf) - lse.unsqueeze(-1))
-
-
-def formula_forward(q, k, v, seen, scale):
-    group = q.shape[1] // k.shape[1]
-    scores = (q @ k.repeat_interleave(group, 1).mT * scale).masked_fill(~seen, -torch.inf)
-    lse = torch.logsumexp(scores, -1)
-    return probabilities(q, k, lse, seen, scale) @ v.repeat_interleave(group, 1), lse
-
-
-def formula_backward(dout, q, k, v, out, lse, seen, scale):
-    """The share of these keys in the gradients of a softmax over them and perhaps others, whose (out, lse) it was."""
-    heads, group = k.shape[1], q.shape[1] // k.shape[1]
-    p = probabilities(q, k, lse, seen, scale)
-    dp = dout @ v.repeat_interleave(group, 1).mT
-    ds = p * (dp - (dout * out).sum(-1, keepdim=True)) * scale
-    dk, dv = (x.unflatten(1, (heads, group)).sum(2) for x in (ds.mT @ q, p.mT @ dout))
-    return ds @ k.repeat_interleave(group, 1), dk, dv
-
-
 def formula(dtype, q, k, v, dout, shape, scale):
     """out, dq, dk, dv and lse, computed in `dtype` and given in float64."""
-    q, k, v, dout = (x.detach().cpu().to(dtype) for x in (q, k, v, dout))
-    seen = visible(q.shape[2], k.shape[2], shape)
-    out, lse = formula_forward(q, k, v, seen, scale)
-    return [x.double() for x in (out, *formula_backward(dout, q, k, v, out, lse, seen, scale), lse)]
+    q, k, v, dout = (x.detach().cpu().to(dtype).transpose(1, 2) for x in (q, k, v, dout))
+    window = {"full": (False, None, None), "causal": (True, None, None), "band": (False, k.shape[1] - q.shape[1], 0)}
+    out, lse = FlashAttention2.forward(q, k, v, scale, *window[shape])
+    grads = FlashAttention2.backward(dout, q, k, v, out, lse, scale, *window[shape])
+    return [*(x.transpose(1, 2).double() for x in (out, *grads)), lse.double()]
 
 
 def test_the_formula_is_what_autograd_finds(generator):
@@ -91,9 +69,8 @@ def test_the_formula_is_what_autograd_finds(generator):
         q, k, v, dout = make(sizes, torch.float64, generator)
         x = [t.clone().requires_grad_() for t in (q, k, v)]
         bias = torch.zeros(queries, keys, dtype=torch.float64).masked_fill(~visible(queries, keys, shape), -torch.inf)
-        out = torch.softmax(0.3 * x[0] @ x[1].repeat_interleave(group, 1).mT + bias, -1) @ x[2].repeat_interleave(
-            group, 1
-        )
+        keys, values = (y.repeat_interleave(group, 1) for y in x[1:])
+        out = torch.softmax(0.3 * x[0] @ keys.mT + bias, -1) @ values
         want = [out, *torch.autograd.grad(out, x, dout)]
         for got, exact in zip(formula(torch.float64, q, k, v, dout, shape, 0.3), want, strict=False):
             torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-12)
@@ -102,13 +79,9 @@ def test_the_formula_is_what_autograd_finds(generator):
 def make(shape, dtype, generator, device="cpu"):
     """q, k, v and the gradient of out."""
     tiles, heads, group, queries, keys, width, value_width = shape
-    sizes = (
-        (heads * group, queries, width),
-        (heads, keys, width),
-        (heads, keys, value_width),
-        (heads * group, queries, value_width),
-    )
-    return [torch.randn(tiles, *size, generator=generator, dtype=torch.float64).to(device, dtype) for size in sizes]
+    counts = ((heads * group, queries), (heads, keys), (heads, keys), (heads * group, queries))
+    sizes = [(tiles, *count, wide) for count, wide in zip(counts, (width, width, value_width, value_width))]
+    return [torch.randn(size, generator=generator, dtype=torch.float64).to(device, dtype) for size in sizes]
 
 
 def largest(x):
@@ -165,6 +138,34 @@ def test_forward_and_backward(kernel, device, dtypes, sizes, shape, generator):
         check(kernel, *make(sizes, dtype, generator, device), shape)
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or (torch.backends.cudnn.version() or 0) <= 91500,
+    reason="needs a CUDA device, and cuDNN 9.15.1",
+)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 1, 1, 64, 64, 8, 8), (2, 2, 3, 70, 70, 64, 128), (3, 1, 2, 65, 130, 128, 16), (1, 2, 4, 200, 64, 32, 40)],
+)
+def test_cudnn(sizes, dtype, generator):
+    """It takes full and causal tiles of 64 rows or more, of widths that 8 divides; against plain math in float64."""
+    for shape, lay_out in itertools.product(("full", "causal")[: 1 + (sizes[3] == sizes[4])], (torch.clone, by_token)):
+        q, k, v, dout = map(lay_out, make(sizes, dtype, generator, "cuda"))
+        call = KernelCall(shape, 0.3)
+        out, lse = Cudnn().forward(q, k, v, call)
+        merged = 0.5 * out, lse + 0.7  # of a softmax with other keys
+        found = out, lse, *Cudnn().backward(dout, Saved(q, k, v, *merged), call)
+        wide = [x.double() for x in (q, k, v, *merged)]
+        want = *Math().forward(*wide[:3], call), *Math().backward(dout.double(), Saved(*wide), call)
+        for x, y in zip(found, want, strict=True):
+            assert largest(x.double() - y) <= 8 * torch.finfo(dtype).eps * largest(y)
+        sums = tuple(torch.ones_like(x, dtype=lse.dtype) for x in (q, k, v))
+        assert Cudnn().backward(dout, Saved(q, k, v, *merged), call, sums) is sums
+        for total, gradient in zip(sums, found[2:], strict=True):
+            torch.testing.assert_close(total, 1 + gradient.to(total.dtype))
+
+
 def by_token(x):
     """The same values, stored [T, L, H, D] as models make them."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -212,12 +213,7 @@ def test_inputs_need_not_be_contiguous(kernel, device, dtypes, lay_out, generato
     for shape in ((2, 2, 3, 17, 17, 8, 8), (2, 2, 2, 20, 20, 8, 5)):
         x = [lay_out(x) for x in make(shape, dtypes[0], generator, device)]
         assert not any(part.is_contiguous() for part in x)
-        check(
-            kernel,
-            *x,
-            "causal",
-            between=lambda out, lse: (lay_out(out), lse.transpose(1, 2).contiguous().transpose(1, 2)),
-        )
+        check(kernel, *x, "causal", between=lambda out, lse: (lay_out(out), by_token(lse)))
 
 
 @pytest.mark.parametrize(("kernel", "device", "dtypes"), KERNELS)
@@ -264,70 +260,40 @@ def test_math_gives_the_same_in_slices(shape, rows_at_once, generator):
         check(sliced, *(x.to(dtype) for x in (q, k, v, dout)), shape)
 
 
-@pytest.fixture
-def cuda_device(monkeypatch):
-    """The facts of a CUDA device and of what torch was built with; kernels need no proof."""
+def test_kernels_are_chosen(monkeypatch):
+    """By the facts of the very device, and of what torch was built with; plan/test_kernel_choice.py has the whole choice."""
+    asked = []
+    monkeypatch.setattr(kernels, "fault_of", lambda *_: None)
+    monkeypatch.setattr(kernels, "why_not_fused", lambda *_: "it is not built yet")
 
-    def has(capability=(9, 0), flash=True, cudnn=None, fused="it is not built yet"):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    def chosen(device, dtype, widths=(64, 64), tiles=ANY_TILES, capability=(9, 0), flash=True, cudnn=None):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: asked.append(device) or capability)
         monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: flash)
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
-        monkeypatch.setattr(kernels, "why_not_fused", lambda *_: fused)
+        return type(choose_kernel(torch.device(device), dtype, *widths, tiles=tiles))
 
-    monkeypatch.setattr(kernels, "fault_of", lambda *_: None)
-    return has
-
-
-def test_kernels_are_chosen(cuda_device):
-    for available in (True, False):
-        cuda_device(flash=available)
-        flash = CudaFlash if available else CudaEfficient
-        for device, dtype, head_dim, value_dim, want in [
-            *(("cpu", dtype, 64, 64, CpuFlash) for dtype in FLOATS),
-            ("cpu", torch.float32, 7, 300, CpuFlash),
-            *(("cuda", dtype, 64, 64, flash) for dtype in HALVES),
-            ("cuda", torch.bfloat16, 256, 128, flash),
-            ("cuda", torch.bfloat16, 257, 128, CudaEfficient),
-            ("cuda", torch.float16, 128, 257, CudaEfficient),
-            ("cuda", torch.float32, 64, 64, CudaEfficient),
-            ("cuda", torch.float64, 64, 64, Math),
-            ("mps", torch.float32, 64, 64, Math),
-        ]:
-            kernel = choose_kernel(torch.device(device), dtype, head_dim, value_dim)
-            assert type(kernel) is want, (device, dtype, head_dim, value_dim, available)
+    half, long = torch.float16, {"tiles": TileKinds(rows=4096, full_rows=True)}
+    for dtype in FLOATS:
+        assert chosen("cpu", dtype, (7, 300)) is CpuFlash
+    for dtype in HALVES:
+        assert chosen("cuda:1", dtype) is CudaFlash
+        assert chosen("cuda:1", dtype, flash=False) is CudaEfficient
+    for dtype, kernel in ((torch.float32, CudaEfficient), (torch.float64, Math)):
+        assert chosen("cuda:1", dtype) is kernel
+    # Old releases of cuDNN are not used, and older devices get kernels that they can run; some widths have no backward pass.
+    for cudnn, kernel in ((None, CudaFlash), (91500, CudaFlash), (91501, Cudnn)):
+        assert chosen("cuda:1", half, **long, cudnn=cudnn) is kernel
+    for capability, dtype, kernel in (
+        ((7, 5), half, CudaEfficient),
+        ((7, 5), torch.bfloat16, Math),
+        ((8, 0), half, CudaFlash),
+    ):
+        assert chosen("cuda:1", dtype, capability=capability) is kernel
+    assert chosen("cuda:1", half, (224, 64), capability=(8, 9)) is CudaEfficient
+    assert set(asked) == {torch.device("cuda:1")}, "devices of one machine may differ"
+    assert chosen("mps", torch.float32) is Math
     cpu = torch.device("cpu")
     assert choose_kernel(cpu, torch.float32, 8, 8) is choose_kernel(cpu, torch.float32, 8, 8)
-
-
-@pytest.mark.parametrize(("version", "kernel"), [(None, CudaFlash), (91500, CudaFlash), (91501, Cudnn)])
-def test_old_releases_of_cudnn_are_not_used(version, kernel, cuda_device):
-    cuda_device(cudnn=version)
-    tiles = TileKinds(rows=4096, full_rows=True)
-    assert type(choose_kernel(torch.device("cuda"), torch.bfloat16, 64, 64, tiles=tiles)) is kernel
-
-
-def test_older_devices_get_kernels_that_they_can_run(cuda_device, monkeypatch):
-    """FlashAttention-2, and bfloat16 in any fused kernel, begin with compute capability 8.0; V100 and T4 are 7.0 and 7.5."""
-    cuda_device()
-    asked = []
-    for capability, half, bfloat, single in [
-        ((7, 0), CudaEfficient, Math, CudaEfficient),
-        ((7, 5), CudaEfficient, Math, CudaEfficient),
-        ((8, 0), CudaFlash, CudaFlash, CudaEfficient),
-        ((8, 9), CudaFlash, CudaFlash, CudaEfficient),
-        ((12, 0), CudaFlash, CudaFlash, CudaEfficient),
-    ]:
-        monkeypatch.setattr(
-            torch.cuda, "get_device_capability", lambda device, own=capability: asked.append(device) or own
-        )
-        device = torch.device("cuda:1")
-        for dtype, want in ((torch.float16, half), (torch.bfloat16, bfloat), (torch.float32, single)):
-            assert type(choose_kernel(device, dtype, 128, 128)) is want, (capability, dtype)
-        no_backward = capability in ((8, 9), (12, 0))  # of FlashAttention-2, for some widths
-        for width in (200, 224):
-            kernel = choose_kernel(device, torch.float16, width, 64)
-            assert type(kernel) is (CudaEfficient if no_backward else half)
-    assert set(asked) == {torch.device("cuda:1")}, "devices of one machine may differ"
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str)
@@ -335,21 +301,6 @@ def test_older_devices_get_kernels_that_they_can_run(cuda_device, monkeypatch):
 def test_other_dtypes_are_refused(dtype, device):
     with pytest.raises(ValueError, match=f"attention needs floating point tensors, got {dtype}"):
         choose_kernel(torch.device(device), dtype, 64, 64)
-
-
-@pytest.mark.parametrize("shape", ["full", "causal", "band"])
-def test_the_efficient_kernel_serves_groups_without_repeating_keys(monkeypatch, shape):
-    queries = 3 if shape == "band" else 5
-    q, dout = (torch.randn(3, 6, queries, 8, dtype=torch.float64) for _ in range(2))
-    k, v = (torch.randn(3, 2, 5, 8, dtype=torch.float64) for _ in range(2))
-    want = Math().forward(q, k, v, KernelCall(shape, 0.3))
-    want += Math().backward(dout, Saved(q, k, v, *want), KernelCall(shape, 0.3))
-    with monkeypatch.context() as patched:
-        patched.setattr("hf_ring_attention.compute.cuda_kernels.aten", EfficientAttention)
-        got = CudaEfficient().forward(q, k, v, KernelCall(shape, 0.3))
-        got += CudaEfficient().backward(dout, Saved(q, k, v, *got), KernelCall(shape, 0.3))
-    for x, y in zip(got, want, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

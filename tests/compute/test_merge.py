@@ -16,8 +16,7 @@ def merged(parts, dtype=torch.float64):
     for new_out, new_lse in parts:
         before = new_out.clone(), new_lse.clone()
         assert merge_(out, lse, new_out, new_lse) is None
-        assert torch.equal(new_out, before[0])
-        assert torch.equal(new_lse, before[1])
+        assert all(map(torch.equal, (new_out, new_lse), before))
     return out, lse
 
 
@@ -29,14 +28,11 @@ def by_logsumexp(parts):
     return (weights.unsqueeze(-1) * outs).sum(0), lse
 
 
-def random_parts(count, generator, shape=(2, 3, 20), width=8, dtype=torch.float64, spread=4.0):
-    return [
-        (
-            torch.randn(*shape, width, generator=generator, dtype=torch.float64).to(dtype),
-            spread * torch.randn(shape, generator=generator, dtype=torch.float64),
-        )
-        for _ in range(count)
-    ]
+def random_parts(count, generator, shape=(2, 3, 20), width=8, spread=4.0):
+    def draw(*size):
+        return torch.randn(*size, generator=generator, dtype=torch.float64)
+
+    return [(draw(*shape, width), spread * draw(*shape)) for _ in range(count)]
 
 
 def without_keys(part, rows):
@@ -49,33 +45,23 @@ def test_rows_without_a_key(generator):
     parts = random_parts(5, generator)
     parts = [without_keys(part, torch.rand(part[1].shape, generator=generator) < 0.6) for part in parts]
     none = torch.stack([lse for _, lse in parts]).amax(0) == -torch.inf
-    assert none.any()
-    assert not none.all()
+    assert none.any() and not none.all()
     out, lse = merged(parts)
     want_out, want_lse = by_logsumexp(parts)
     assert torch.equal(lse == -torch.inf, none)
     assert torch.all(out[none] == 0)
-    assert not out.isnan().any()
-    assert not lse.isnan().any()
-    torch.testing.assert_close(out, want_out, rtol=1e-13, atol=1e-13)
-    torch.testing.assert_close(lse, want_lse, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close((out, lse), (want_out, want_lse), rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_part_without_keys_changes_no_bit(dtype, generator):
     wide = accumulation_dtype(dtype)
-    (out, lse), empty = (
-        (out.to(dtype), lse.to(wide)) for out, lse in [random_parts(1, generator)[0], random_parts(1, generator)[0]]
-    )
-    empty = without_keys(empty, torch.ones_like(lse, dtype=torch.bool))
-    got = [out.clone(), lse.clone()]
-    merge_(*got, *empty)
-    assert torch.equal(got[0], out)
-    assert torch.equal(got[1], lse)
-    got = [x.clone() for x in empty]
-    merge_(*got, out, lse)
-    assert torch.equal(got[0], out)
-    assert torch.equal(got[1], lse)
+    part, empty = ((out.to(dtype), lse.to(wide)) for out, lse in random_parts(2, generator))
+    empty = without_keys(empty, torch.ones_like(empty[1], dtype=torch.bool))
+    for first, second in ((part, empty), (empty, part)):
+        got = [x.clone() for x in first]
+        merge_(*got, *second)
+        assert all(map(torch.equal, got, part))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -83,15 +69,13 @@ def test_extreme_scores(dtype):
     extremes = [1e4, -1e4, 0.0, 88.0, -104.0, -math.inf]
     for first, second in itertools.product(extremes, repeat=2):
         parts = [
-            (torch.tensor([[0.0 if lse == -math.inf else value, -value]]).to(dtype), torch.tensor([lse]).to(dtype))
+            (torch.tensor([[value, -value]], dtype=dtype), torch.tensor([lse], dtype=dtype))
             for lse, value in ((first, 3.0), (second, 5.0))
         ]
         parts = [without_keys(part, part[1] == -torch.inf) for part in parts]
-        out, lse = merged(parts, dtype)
-        want_out, want_lse = by_logsumexp(parts)
+        found = tuple(x.double() for x in merged(parts, dtype))
         rounding = 4 * torch.finfo(dtype).eps
-        torch.testing.assert_close(out.double(), want_out, rtol=rounding, atol=rounding)
-        torch.testing.assert_close(lse.double(), want_lse, rtol=rounding, atol=rounding)
+        torch.testing.assert_close(found, by_logsumexp(parts), rtol=rounding, atol=rounding)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

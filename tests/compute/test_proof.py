@@ -12,13 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import hf_ring_attention as ra
-from hf_ring_attention.compute import cuda_kernels, kernels, proof
+from hf_ring_attention.compute import kernels, proof
 from hf_ring_attention.compute.cuda_kernels import CudaFlash, Cudnn
 from hf_ring_attention.compute.kernel import added, merged
 from hf_ring_attention.compute.kernels import CpuFlash, Math
 from hf_ring_attention.plan.kernel_choice import ANY_TILES, TileKinds
 from hf_ring_attention.ring import attention, planned
-from tests.support.cuda_operators import CheckedOperators, CudnnAttention, FlashAttention2
+from tests.support.cuda_operators import CudnnAttention, FlashAttention2
 
 CPU = torch.device("cpu")
 #: Of patterns, of exact attention, and of both where one rank holds whole rows of one document.
@@ -60,10 +60,8 @@ class InFloat32:
             dtype = args[0].dtype
             wide = [x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
             found = getattr(self.operators, name)(*wide, **kwargs)
-            return [
-                x if x is None or not isinstance(x, torch.Tensor) or (i == 1 and "back" not in name) else x.to(dtype)
-                for i, x in enumerate(found)
-            ]
+            kept = (1,) if "back" not in name else ()  # a log-sum-exp
+            return [x.to(dtype) if isinstance(x, torch.Tensor) and i not in kept else x for i, x in enumerate(found)]
 
         return call
 
@@ -77,15 +75,9 @@ class InFloat32:
     ],
     ids=lambda x: x if isinstance(x, str) else getattr(x, "name", ""),
 )
-def test_kernels_for_cuda_by_stand_ins(kernel, operators, tiles, dtype, monkeypatch):
-    monkeypatch.setattr(cuda_kernels, "aten", CheckedOperators(InFloat32(operators), dtypes=(dtype,)))
+def test_kernels_for_cuda_by_stand_ins(kernel, operators, tiles, dtype, checked_operators):
+    checked_operators(dtype, played_by=InFloat32(operators))
     assert fault(kernel, dtype, (64, 64), None, tiles) is None
-
-
-def last_key_is_lost(q, k, v, call):
-    v = v.clone()
-    v[..., -1, :] = 0
-    return q, k, v, call
 
 
 def everything_is_seen(q, k, v, call):
@@ -96,33 +88,17 @@ def raises(*_):
     raise RuntimeError("no compiler\nand a long trace")
 
 
-def one_row_is_lost(out, lse):
-    out[0, -1, -1] = 0
-    return out, lse
-
-
-def one_is_no_number(out, lse):
-    out[0, 0, 0, 0] = torch.nan
-    return out, lse
-
-
-def lse_to_base_2(out, lse):
-    return out, lse / 0.69314718
-
-
-def dk_is_large(dq, dk, dv):
-    return dq, 1.1 * dk, dv
-
-
-def dv_of_a_key_is_lost(dq, dk, dv):
-    dv[..., -1, :] = 0
-    return dq, dk, dv
+def changed(x, value, *index):
+    """The tensor with another value at an index."""
+    x = x.clone()
+    x[index] = value
+    return x
 
 
 class Wrong(Math):
     """Plain math with a mistake in the arguments, the results or the gradients."""
 
-    joining = None  # each tile in a call of its own
+    joining = None  # each tile in a separate call
 
     def __init__(self, before=lambda *x: x, after=lambda *x: x, backward=lambda *x: x):
         super().__init__()
@@ -144,16 +120,20 @@ class OwnLse(Wrong):
         return super().backward(dout, saved._replace(lse=lse), call, sums)
 
 
+def lse_to_base_2(out, lse):
+    return out, lse / 0.69314718
+
+
 WRONG = [
     (OwnLse(), "dv"),
-    (Wrong(before=last_key_is_lost), "out"),
+    (Wrong(before=lambda q, k, v, call: (q, k, changed(v, 0, ..., -1, slice(None)), call)), "out"),
     (Wrong(before=everything_is_seen), "out"),
     (Wrong(before=raises), "RuntimeError: no compiler"),
-    (Wrong(after=one_row_is_lost), "out"),
-    (Wrong(after=one_is_no_number), "out is inf off"),
+    (Wrong(after=lambda out, lse: (changed(out, 0, 0, -1, -1), lse)), "out"),
+    (Wrong(after=lambda out, lse: (changed(out, torch.nan, 0, 0, 0, 0), lse)), "out is inf off"),
     (Wrong(after=lse_to_base_2), "lse"),
-    (Wrong(backward=dk_is_large), "dk"),
-    (Wrong(backward=dv_of_a_key_is_lost), "dv"),
+    (Wrong(backward=lambda dq, dk, dv: (dq, 1.1 * dk, dv)), "dk"),
+    (Wrong(backward=lambda dq, dk, dv: (dq, dk, changed(dv, 0, ..., -1, slice(None)))), "dv"),
 ]
 
 
@@ -210,28 +190,21 @@ def test_lack_of_memory_is_no_fault_of_the_kernel():
 
 
 @contextmanager
-def deterministic():
-    torch.use_deterministic_algorithms(True)
+def changed_by(change, inside, outside):
+    """The context between two calls of a function that changes a setting of torch."""
+    change(inside)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@contextmanager
-def other_default_dtype():
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
+        change(outside)
 
 
 @pytest.mark.parametrize(
     "context",
     [
-        partial(torch.autocast, "cpu", torch.bfloat16), torch.inference_mode, torch.enable_grad, deterministic,
-        other_default_dtype, FakeTensorMode, partial(torch.device, "meta"),
+        partial(torch.autocast, "cpu", torch.bfloat16), torch.inference_mode, torch.enable_grad, FakeTensorMode,
+        partial(torch.device, "meta"), partial(changed_by, torch.use_deterministic_algorithms, True, False),
+        partial(changed_by, torch.set_default_dtype, torch.bfloat16, torch.float32),
     ],
 )  # fmt: skip
 def test_the_proof_is_the_same_in_any_context_and_draws_no_random_numbers(context):

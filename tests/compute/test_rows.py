@@ -28,24 +28,15 @@ def view_case(rng, apart):
         (row, [(head, [start + copy * advance + i for i in range(length)]) for head in range(heads)])
         for row, copy in itertools.product(range(batch), range(copies))
     ]
-    rows = ViewRows(
-        batch=batch, heads=heads, start=start, length=length, copies=copies, advance=advance, of_head=N,
-        of_batch_row=heads * N,
-    )  # fmt: skip
+    stretches = {"start": start, "length": length, "copies": copies, "advance": advance}
+    rows = ViewRows(batch=batch, heads=heads, **stretches, of_head=N, of_batch_row=heads * N)
     return rows, (batch, heads), tiles
 
 
 def index_case(rng, apart, explicit):
     """IndexRows likewise, of some heads of some batch rows; `explicit`: each row by its number, in any order."""
-    batch, heads, length, stride = (
-        rng.randint(1, 3),
-        rng.randint(1, 4),
-        rng.randint(1, 5),
-        rng.choice([1, 2, 4, -1, -3]),
-    )
-    per_tile = rng.randint(1, heads)
-    tiles = []
-    used = set()
+    batch, heads, length = rng.randint(1, 3), rng.randint(1, 4), rng.randint(1, 5)
+    stride, per_tile, tiles, used = rng.choice([1, 2, 4, -1, -3]), rng.randint(1, heads), [], set()
     for _ in range(rng.randint(1, 6)):
         row, start = rng.randrange(batch), rng.randrange(N)
         chosen = rng.sample(range(heads), per_tile)
@@ -142,9 +133,8 @@ def test_every_overlap_of_stretches():
             want[0, :, 2 + copy * advance : 2 + copy * advance + length] += values[copy]
         with EachElementIsWrittenOnce() as watch:
             n = x.shape[2]
-            rows = ViewRows(
-                batch=1, heads=2, start=2, length=length, copies=copies, advance=advance, of_head=n, of_batch_row=2 * n
-            )
+            stretches = {"start": 2, "length": length, "copies": copies, "advance": advance}
+            rows = ViewRows(batch=1, heads=2, **stretches, of_head=n, of_batch_row=2 * n)
             rows.add_(x.view(-1, 1), values.unsqueeze(-1))
         assert watch.writes
         assert torch.equal(x, want), (length, advance, copies)
@@ -181,8 +171,7 @@ def test_split(rng):
             assert [part.units for part in parts[:-1]] == [size] * (len(parts) - 1)
             assert 0 < parts[-1].units <= size
             assert sum(part.units for part in parts) == rows.units
-            assert {type(part) for part in parts} == {type(rows)}
-            assert {part.rows_per_unit for part in parts} == {rows.rows_per_unit}
+            assert {(type(part), part.rows_per_unit) for part in parts} == {(type(rows), rows.rows_per_unit)}
             taken = [part.take(x.view(-1, 1)).squeeze(-1) for part in parts]
             if isinstance(rows, ViewRows):
                 # Stretches are cut, and each part has them of all batch rows.

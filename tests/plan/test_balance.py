@@ -13,11 +13,10 @@ from hf_ring_attention.plan.choices import decide_layout, imbalance
 from hf_ring_attention.plan.layouts import SequenceLayout
 from hf_ring_attention.plan.patterns import Pattern
 from hf_ring_attention.plan.plans import pairs_of_row
-from hf_ring_attention.plan.problem import Problem
 from hf_ring_attention.plan.traffic import RowBytes, collective_traffic, ring_traffic
 from hf_ring_attention.plan.work import work_under
-from tests.plan.strategies import drawn
-from tests.support.cases import random_documents, random_pattern
+from tests.plan.strategies import rngs
+from tests.support.cases import problem_of, random_documents, random_pattern
 
 LAST = Pattern.parse("branches:sink=4,window=512,last=64")
 PATTERNS = [Pattern.parse(text) for text in ("exact", "window:4096", "window:512+4", "pyramid:512,4")]
@@ -39,19 +38,14 @@ def random_packing(rng, tokens, median=None, spread=None):
     return tuple(documents[:-1]) if start > tokens / 2 and rng.random() < 0.3 else tuple(documents)
 
 
-def problem_of(layout, documents, pattern):
-    return Problem(pattern, layout, documents, num_heads=1, num_kv_heads=1)
-
-
 @settings(max_examples=100)
 @given(
-    drawn(lambda rng: rng.random()),
+    st.randoms(use_true_random=True),
     st.sampled_from([*[2, 3, 4, 5, 6, 8] * 3, 12, 16, 24, 32, 64]),  # Many ranks take their time.
     st.sampled_from([*PATTERNS, LAST]),
 )
-def test_random_packings_are_even(seed, world_size, pattern):
+def test_random_packings_are_even(rng, world_size, pattern):
     """By estimates, which `test_estimates_are_the_plans` compares with plans."""
-    rng = random.Random(seed)
     tokens = rng.randint(16384, 131072)
     documents = (random_packing(rng, tokens),)
     layout = balanced_layout(tokens, world_size, pattern, documents)
@@ -72,7 +66,7 @@ def test_estimates_are_the_plans(rng):
             SequenceLayout("contiguous", tokens, world_size),
         ):
             estimated = estimated_imbalance(layout, pattern, documents)
-            assert estimated == pytest.approx(imbalance(problem_of(layout, documents, pattern)), rel=0.02)
+            assert estimated == pytest.approx(imbalance(problem_of(pattern, layout, documents)), rel=0.02)
 
 
 @pytest.mark.parametrize("world_size", [2, 8])
@@ -88,7 +82,7 @@ def test_bytes_are_about_those_of_a_zigzag(pattern, world_size):
         documents = (random_packing(rng, tokens),)
         zigzag = SequenceLayout("zigzag", tokens, world_size)
         for layout in (balanced_layout(tokens, world_size, pattern, documents), zigzag):
-            problem = problem_of(layout, documents, pattern)
+            problem = problem_of(pattern, layout, documents)
             for traffic in (ring_traffic, collective_traffic):
                 received = sum(traffic(problem, rank, sizes).forward.received for rank in range(world_size))
                 moved[layout.kind, traffic] += received
@@ -102,18 +96,16 @@ def test_rows_of_a_batch_are_balanced_together(rng):
     rows = [random_packing(rng, tokens) for _ in range(4)] + [((0, 3),), ()]
     rng.shuffle(rows)
     layout = balanced_layout(tokens, 4, pattern, tuple(rows))
-    assert imbalance(problem_of(layout, tuple(rows), pattern)) <= 1.1
+    assert imbalance(problem_of(pattern, layout, rows)) <= 1.1
 
 
 @settings(max_examples=60)
-@given(drawn(lambda rng: rng.random()))
-def test_all_tokens_are_held_once(seed):
+@given(rngs)
+def test_all_tokens_are_held_once(rng):
     """Any pattern, documents with gaps, rows shorter than the ring."""
-    rng = random.Random(seed)
     batch, tokens, world_size = rng.randint(1, 3), rng.randint(1, 60), rng.randint(1, 8)
-    documents = random_documents(rng, batch, tokens)
-    rows = ((((0, tokens),),) * batch) if documents is None else tuple(tuple(map(tuple, row)) for row in documents)
-    layout = balanced_layout(tokens, world_size, random_pattern(rng), rows)
+    documents = random_documents(rng, batch, tokens) or [[(0, tokens)]] * batch
+    layout = balanced_layout(tokens, world_size, random_pattern(rng), tuple(map(tuple, documents)))
     for row in range(batch):
         held = [layout.positions(rank, row) for rank in range(world_size)]
         assert sorted(itertools.chain(*held)) == list(range(layout.padded_len))
@@ -135,20 +127,26 @@ def test_work_is_that_of_the_tiles(pattern, rng):
     assert work.of_tokens(0, 0, 9) == work.of_document(0) == 0
 
 
-def test_auto_takes_pieces_of_documents_where_others_are_not_even(rng):
-    long_and_short = ((0, 8192), *((start, start + 64) for start in range(8192, 16384, 64)))
-    layout, decision = decide_layout("auto", 16384, 4, Pattern.exact(), (long_and_short,))
-    assert layout.kind == decision.choice == "documents"
-    assert decision.reason.startswith("with these documents the busiest rank does 1.")
-    for documents in (None, (((0, 16384),),), (tuple((start, start + 64) for start in range(0, 16384, 64)),)):
-        layout, decision = decide_layout("auto", 16384, 4, Pattern.exact(), documents)
-        assert layout.kind == decision.choice == "zigzag"
-    layout, decision = decide_layout("auto", 16384, 4, Pattern.exact(), (long_and_short,), transport="heads")
-    assert layout.kind == decision.choice == "zigzag"
+#: A row of one long document and short ones, which contiguous pieces and a zigzag leave uneven; and a row of short ones.
+LONG, SHORT = (0, 8192), tuple((start, start + 64) for start in range(0, 16384, 64))
+UNEVEN, WHOLE = ((LONG, *SHORT[128:]),), (((0, 16384),),)
 
 
-def test_what_is_asked_for_is_taken():
-    documents = (((0, 64),),)
-    assert decide_layout("documents", 64, 2, Pattern.exact(), documents)[0].kind == "documents"
-    assert decide_layout("documents", 64, 2, Pattern.exact())[0].kind == "zigzag"  # without documents, as by "auto"
-    assert decide_layout("contiguous", 64, 2, Pattern.exact(), documents)[0].kind == "contiguous"
+@pytest.mark.parametrize(
+    ("asked", "documents", "kind"),
+    [
+        ("auto", UNEVEN, "documents"),
+        *(("auto", documents, "zigzag") for documents in (None, WHOLE, (SHORT,))),
+        ("documents", WHOLE, "documents"),
+        ("documents", None, "zigzag"),  # as by "auto"
+        ("contiguous", WHOLE, "contiguous"),
+    ],
+)
+def test_layouts_that_are_chosen_or_asked_for(asked, documents, kind):
+    layout, decision = decide_layout(asked, 16384, 4, Pattern.exact(), documents)
+    assert layout.kind == kind
+    assert asked != "auto" or decision.choice == kind
+    if documents == UNEVEN:
+        assert decision.reason.startswith("with these documents the busiest rank does 1.")
+        layout, decision = decide_layout(asked, 16384, 4, Pattern.exact(), documents, transport="heads")
+        assert layout.kind == decision.choice == "zigzag", "all ranks of a head group have all of its tokens"

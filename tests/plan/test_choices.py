@@ -1,39 +1,34 @@
 """Choices and their reasons: the layout by balance, the transport by the rows that a rank needs of others."""
 
 import re
-from dataclasses import replace
 
 import pytest
 
-from hf_ring_attention.plan.branches import Segment, Sink, Window
 from hf_ring_attention.plan.choices import choose_layout, choose_transport, decide_call, imbalance
-from hf_ring_attention.plan.layouts import SequenceLayout
 from hf_ring_attention.plan.patterns import Pattern
-from hf_ring_attention.plan.problem import Problem
 from hf_ring_attention.plan.traffic import RowBytes
+from tests.support.cases import problem_of
 
 SIZES = RowBytes(512, 1024)  # a key and a value of 128 numbers in 16 bits
 
 
-def problem(pattern, seq_len, world_size, kind="contiguous", heads=(32, 8), batch=1):
-    layout = SequenceLayout(kind, seq_len, world_size)
-    return Problem(pattern, layout, (((0, seq_len),),) * batch, num_heads=heads[0], num_kv_heads=heads[1])
+def problem(pattern, seq_len, world_size, kind="contiguous", heads=(32, 8), batch=1, **more):
+    return problem_of(pattern, (kind, seq_len, world_size), [[(0, seq_len)]] * batch, heads, **more)
 
 
 @pytest.mark.parametrize(
     ("pattern", "kind"),
     [
-        (Pattern.exact(), "zigzag"),
-        (Pattern((Sink(4), Window(60_000))), "zigzag"),
-        (Pattern((Window(512),)), "contiguous"),
-        (Pattern((Sink(4), Window(512))), "contiguous"),
-        (Pattern((Segment(1024),)), "contiguous"),
-        (Pattern.longnet([2048, 16384, 131072], [1, 8, 64]), "contiguous"),
+        ("exact", "zigzag"),
+        ("window:60000+4", "zigzag"),
+        ("window:512", "contiguous"),
+        ("window:512+4", "contiguous"),
+        ("branches:segment=1024", "contiguous"),
+        ("longnet:2048/1,16384/8,131072/64", "contiguous"),
     ],
-    ids=str,
 )
 def test_layout(pattern, kind):
-    decision = choose_layout(131072, 8, pattern)
+    decision = choose_layout(131072, 8, Pattern.parse(pattern))
     assert decision.choice == kind
     contiguous, zigzag = (imbalance(problem(pattern, 131072, 8, k, (1, 1))) for k in ("contiguous", "zigzag"))
     assert f"{contiguous:.2f} times the mean work" in decision.reason
@@ -45,54 +40,39 @@ def test_layout(pattern, kind):
 
 
 @pytest.mark.parametrize(
-    ("name", "case", "choice", "reason"),
+    ("case", "choice", "reason"),
     [
-        ("one rank", problem(Pattern.exact(), 131072, 1), "local", "one rank"),
-        ("no row crosses", problem(Pattern((Segment(1024),)), 8192, 8), "local", "no rank needs a key of another"),
+        (problem("exact", 131072, 1), "local", "one rank"),
+        (problem("branches:segment=1024", 8192, 8), "local", "no rank needs a key of another"),
         # The last of 8 ranks needs 7 x 1024 rows of 8 heads: 28 MiB; of 8 x 128 tokens, 3.5 MiB.
-        (
-            "much",
-            problem(Pattern.exact(), 8192, 8, "zigzag"),
-            "ring",
-            r"8 ranks needs 28\.0 MiB .*, 7\.00 times its own 4\.0 MiB",
+        (problem("exact", 8192, 8, "zigzag"), "ring", r"8 ranks needs 28\.0 MiB .*, 7\.00 times its own 4\.0 MiB"),
+        (problem("exact", 1024, 8), "collective", r"3\.5 MiB .*at most 8\.0 MiB"),
+        (problem("exact", 1024, 8, batch=4), "ring", r"14\.0 MiB"),
+        # 4095 of 16384 rows of a neighbour, and 8191.
+        (problem("window:4096", 131072, 8), "collective", r"16\.0 MiB .*, 0\.25 times its own 64\.0 MiB"),
+        (problem("window:8192", 131072, 8), "ring", r"0\.50 times its own"),
+        # Contiguous pieces of a causal row: the last of 8 ranks does 1.87 times the mean work.
+        (problem("exact", 131072, 8), "heads", "of 8 ranks does 1.87 times the mean work in contiguous pieces"),
+        # Few keys of a query, or even work, are not worth it; nor can 3 ranks divide 32 heads.
+        *(
+            (case, "ring", "")
+            for case in (
+                problem("exact", 131072, 8, "zigzag"),
+                problem("exact", 131072, 3),
+                problem("exact", 131072, 8, causal=False),
+            )
         ),
-        ("little", problem(Pattern.exact(), 1024, 8), "collective", r"3\.5 MiB .*at most 8\.0 MiB"),
-        # 4095 of 16384 rows.
-        (
-            "a neighbour's rows",
-            problem(Pattern((Window(4096),)), 131072, 8),
-            "collective",
-            r"16\.0 MiB .*, 0\.25 times its own 64\.0 MiB",
-        ),
-        ("many rows of a neighbour", problem(Pattern((Window(8192),)), 131072, 8), "ring", r"0\.50 times its own"),
-        ("a batch", problem(Pattern.exact(), 1024, 8, batch=4), "ring", r"14\.0 MiB"),
     ],
-    ids=lambda x: x if isinstance(x, str) and x.isidentifier() else None,
 )
-def test_transport(name, case, choice, reason):
+def test_transport(case, choice, reason):
     decision = choose_transport(case, SIZES)
-    assert decision.choice == choice, name
+    assert (decision.choice, decision.heads) == (choice, None)
     assert re.search(reason, decision.reason), decision
-
-
-def test_heads_are_exchanged_where_others_would_wait():
-    """Contiguous pieces of a causal row: the last of 8 ranks does 1.87 times the mean work."""
-    decision = choose_transport(problem(Pattern.exact(), 131072, 8), SIZES)
-    assert (decision.choice, decision.heads) == ("heads", None)
-    assert "the busiest of 8 ranks does 1.87 times the mean work in contiguous pieces" in decision.reason
-    # Few keys of a query, or even work, are not worth it; nor can 3 ranks divide 32 heads.
-    for case in (
-        problem(Pattern.exact(), 1024, 8),
-        problem(Pattern.exact(), 131072, 8, "zigzag"),
-        problem(Pattern.exact(), 131072, 3),
-        replace(problem(Pattern.exact(), 131072, 8), causal=False),
-    ):
-        assert choose_transport(case, SIZES).choice != "heads"
 
 
 def test_neighbours_exchange_heads_where_there_are_few():
     """16 ranks cannot divide 8 heads; 8 neighbours can, and the rings between two groups wait less."""
-    case = problem(Pattern.exact(), 1 << 20, 16, heads=(8, 8))
+    case = problem("exact", 1 << 20, 16, heads=(8, 8))
     decision = choose_transport(case, SIZES)
     assert (decision.choice, decision.heads) == ("heads", 8)
     assert "8 neighbours exchange heads 1.50 times" in decision.reason
@@ -103,8 +83,6 @@ def test_neighbours_exchange_heads_where_there_are_few():
 def test_heads_are_not_exchanged_where_their_patterns_leave_them_as_uneven():
     """All far keys belong to two of four heads: exchanging heads gives them to two ranks."""
     documents = (((0, 8192), *((start, start + 64) for start in range(8192, 16384, 64))),)
-    layout, heads = SequenceLayout("contiguous", 16384, 4), {"num_heads": 4, "num_kv_heads": 4}
-    alike = Problem(Pattern.exact(), layout, documents, **heads)
-    assert choose_transport(alike, SIZES).choice == "heads"
-    differing = Pattern.by_kv_head(["exact", "window:8"] * 2)
-    assert choose_transport(Problem(differing, layout, documents, **heads), SIZES).choice != "heads"
+    for pattern, exchanged in (("exact", True), ("kv0,2=exact;kv1,3=window:8", False)):
+        case = problem_of(pattern, ("contiguous", 16384, 4), documents, (4, 4))
+        assert (choose_transport(case, SIZES).choice == "heads") == exchanged

@@ -8,8 +8,8 @@ import pytest
 import hf_ring_attention as ra
 from hf_ring_attention.plan.joins import PADDED, joined
 from hf_ring_attention.plan.plans import freshness, most_tiles_of_a_row, plan_rank
-from hf_ring_attention.plan.problem import Problem
-from tests.support.cases import random_case
+from tests.plan.strategies import query_rows
+from tests.support.cases import problem_of, random_case
 
 TOKENS, RANKS, DOCUMENTS = 131072, 8, 126
 
@@ -17,6 +17,11 @@ TOKENS, RANKS, DOCUMENTS = 131072, 8, 126
 def packed_documents(rng):
     cuts = sorted(rng.sample(range(1, TOKENS), DOCUMENTS - 1))
     return tuple(itertools.pairwise([0, *cuts, TOKENS]))
+
+
+def rows_of(batches, problem):
+    """(batch row, query head, row) of every query of some batches."""
+    return [query[:3] for batch in batches for query in query_rows(batch, problem.group)]
 
 
 def calls_of_ranks(problem, joining):
@@ -30,10 +35,8 @@ def calls_of_ranks(problem, joining):
 
 
 def test_packed_documents_in_few_calls(rng):
-    layout = ra.SequenceLayout("contiguous", TOKENS, RANKS)
-    problem = Problem(ra.Pattern.parse("pyramid:512,4"), layout, (packed_documents(rng),), num_heads=32, num_kv_heads=8)
-    apart = calls_of_ranks(problem, None)
-    assert calls_of_ranks(problem, PADDED) < apart
+    problem = problem_of("pyramid:512,4", ("contiguous", TOKENS, RANKS), [packed_documents(rng)], (32, 8))
+    assert calls_of_ranks(problem, PADDED) < calls_of_ranks(problem, None)
 
 
 def test_calls_hold_each_batch_once_and_no_query_row_twice(rng):
@@ -49,36 +52,15 @@ def test_calls_hold_each_batch_once_and_no_query_row_twice(rng):
                 longest = call[0]
                 assert all(b.num_keys <= longest.num_keys and b.num_queries <= longest.num_queries for b in call)
                 assert len(call) == 1 or sum(batch.rows(problem.group) for batch in call) <= joining.most_rows
-                rows = list(query_rows(call, problem))
+                rows = rows_of(call, problem)
                 assert len(set(rows)) == len(rows)
-
-
-def query_rows(call, problem):
-    """(batch row, query head, row) of every query of a call."""
-    for batch in call:
-        for item in batch.items:
-            heads = (
-                item.heads
-                if batch.per_query_head
-                else [head * problem.group + member for head in item.heads for member in range(problem.group)]
-            )
-            rows = [
-                item.query_row + copy + number * batch.query_stride + fold
-                for copy in range(item.copies)
-                for number in range(batch.num_queries)
-                for fold in range(batch.fold_size)
-            ]
-            yield from itertools.product(item.batch_rows, heads, rows)
 
 
 def test_padding_and_copies_are_weighed_against_a_call(rng):
     """Tiles that differ by few rows share a call, those that differ by many do not, and views stay views."""
     lengths = (4000, 4001, 6000)
     cuts = (0, *itertools.accumulate(lengths))
-    layout = ra.SequenceLayout("contiguous", cuts[-1], 1)
-    documents = (tuple(itertools.pairwise(cuts)),)
-    problem = Problem(ra.Pattern.parse("exact"), layout, documents, num_heads=1, num_kv_heads=1)
-    batches = plan_rank(problem, 0).own
+    batches = plan_rank(problem_of("exact", cuts[-1], [itertools.pairwise(cuts)]), 0).own
     assert sorted(batch.num_queries for batch in batches) == list(lengths)
 
     def calls(joining, is_view):
@@ -102,10 +84,10 @@ def test_fresh_tiles_share_no_query_row(rng):
         is_fresh = freshness(batches)
         fresh = [batch for batch in batches if is_fresh(batch)]
         assert bool(fresh) == bool(batches)
-        rows = list(query_rows(fresh, problem))
+        rows = rows_of(fresh, problem)
         assert len(set(rows)) == len(rows)
         found += len(fresh) > 1
-        per_row = Counter(query_rows(batches, problem))
+        per_row = Counter(rows_of(batches, problem))
         assert max(per_row.values(), default=0) <= most_tiles_of_a_row(batches)
     assert found
 
@@ -121,6 +103,4 @@ def test_fresh_tiles_share_no_query_row(rng):
     ],
 )
 def test_how_many_tiles_share_a_query_row(pattern, causal, most):
-    layout = ra.SequenceLayout("contiguous", 40, 1)
-    problem = Problem(ra.Pattern.parse(pattern), layout, (((0, 40),),), num_heads=1, num_kv_heads=1, causal=causal)
-    assert most_tiles_of_a_row(plan_rank(problem, 0).own) == most
+    assert most_tiles_of_a_row(plan_rank(problem_of(pattern, 40, causal=causal), 0).own) == most

@@ -1,64 +1,61 @@
 """The keys that a cache keeps, against the definition of patterns."""
 
+from functools import cache
+
 import pytest
 
 import hf_ring_attention as ra
+from hf_ring_attention.compute.reference import multiplicity_matrix
 from hf_ring_attention.plan.kept import cache_rows, count_kept, heads_of_patterns, keeps_all, most_rows, sees_all_kept
 from tests.support.cases import random_pattern_of
 
 #: Later queries than these see no other keys of the short documents here.
-LATER = 160
+LATER = 200
 
 
-def kept_by_definition(pattern, kv_head, heads, length, at_least=1):
-    """The keys below `length` that a query from `length` on sees as often as this."""
-    group = heads["num_heads"] // heads["num_kv_heads"]
+@cache
+def last_query(pattern, key, kv_head, num_heads, num_kv_heads):
+    """The last query, with any later tokens still to come, that sees a key with any head of a group; -1 without one."""
+    group, heads = num_heads // num_kv_heads, {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
     members = range(kv_head * group, (kv_head + 1) * group)
-    return [
-        key
-        for key in range(length)
-        if any(
-            pattern.multiplicity(query, key, head=head, document_length=query + 1, **heads) >= at_least
-            for head in members
-            for query in range(length, length + LATER)
-        )
-    ]
+    seen = (
+        query
+        for query in reversed(range(key, LATER))
+        if any(pattern.multiplicity(query, key, head=head, document_length=query + 1, **heads) for head in members)
+    )
+    return next(seen, -1)
+
+
+def kept_by_definition(pattern, kv_head, heads, length):
+    """The keys below `length` that a query from `length` on sees."""
+    return [key for key in range(length) if last_query(pattern, key, kv_head, *heads) >= length]
 
 
 def test_counts_are_those_of_the_definition(rng):
     for _ in range(30):
-        kv_heads = rng.choice([1, 2, 3])
-        heads = {"num_heads": kv_heads * rng.choice([1, 2]), "num_kv_heads": kv_heads}
-        pattern, length = random_pattern_of(rng, kv_heads), rng.randint(1, 40)
+        kv_heads, group = rng.choice([1, 2, 3]), rng.choice([1, 2])
+        heads, pattern, length = (kv_heads * group, kv_heads), random_pattern_of(rng, kv_heads), rng.randint(1, 40)
         rows = 0
-        for own, members, phases in heads_of_patterns(pattern, heads["num_heads"] // kv_heads, kv_heads):
+        for own, members, phases in heads_of_patterns(pattern, group, kv_heads):
             counts = [count_kept(own, x, length) for x in phases]
             assert counts == [len(kept_by_definition(pattern, head, heads, length)) for head in members], pattern
             before = [max(count_kept(own, x, n) for n in range(length)) + 1 for x in phases]
             most = [most_rows(own, x, length) for x in phases]
             assert all(y - 2 <= x <= y for x, y in zip(most, before)), pattern
             rows += len(members) * max(most)
-        assert cache_rows(pattern, *heads.values(), length) == rows
+        assert cache_rows(pattern, *heads, length) == rows
 
 
 def test_queries_that_see_all_that_is_kept(rng):
-    """Where `sees_all_kept` says so, and only there, the next query sees every kept key exactly once."""
+    """Where `sees_all_kept` says so, the next query sees every kept key exactly once."""
     found = set()
     for _ in range(60):
         pattern = random_pattern_of(rng, 1)
-        heads = {"num_heads": 2, "num_kv_heads": 1}
         [(own, _, _)] = heads_of_patterns(pattern, 2, 1)
-        says = sees_all_kept(own)
-        for length in range(1, 30):
-            kept = kept_by_definition(pattern, 0, heads, length)
-            counts = [
-                pattern.multiplicity(length, key, head=head, document_length=length + 1, **heads)
-                for head in range(2)
-                for key in kept
-            ]
-            if says:
-                assert set(counts) <= {1}, pattern
-        found.add(says)
+        found.add(says := sees_all_kept(own))
+        for length in range(1, 30 if says else 1):
+            counts = multiplicity_matrix(pattern, length + 1, 2, 1, True)[:, length]
+            assert (counts[:, kept_by_definition(pattern, 0, (2, 1), length)] == 1).all(), pattern
     assert found == {True, False}
 
 

@@ -1,13 +1,14 @@
 """Which kernel computes a call, from plain facts, each choice with its reason."""
 
 import itertools
+import re
 
 import pytest
 
 from hf_ring_attention.plan.kernel_choice import CallFacts, DeviceFacts, TileKinds, kernel_candidates, tile_kinds
-from hf_ring_attention.plan.layouts import SequenceLayout
-from hf_ring_attention.plan.patterns import Pattern
-from hf_ring_attention.plan.problem import HeldKeys, Problem
+from hf_ring_attention.plan.problem import HeldKeys
+from tests.support.cases import problem_of
+from tests.support.refusals import refused
 
 H100 = DeviceFacts("cuda", (9, 0), has_flash=True, has_cudnn=True)
 LONG, SHORT, ROWS = TileKinds(rows=4096, full_rows=True), TileKinds(rows=128), TileKinds(rows=128, whole_rows=True)
@@ -85,18 +86,18 @@ def test_auto_takes_the_fastest_that_can_compute_the_call(changes, of_call, want
     assert " ".join(names(H100._replace(**changes), of_call)) == want
 
 
-def test_reasons_name_what_was_refused_before():
-    [fused, flash, *_] = kernel_candidates("auto", H100, call())
-    assert fused.reason == "one launch takes all tiles"
-    [cudnn, *_] = kernel_candidates("auto", H100, call(LONG))
-    assert cudnn.reason == "all tiles are full or causal, of 1024 rows or more"
-    [flash, *_] = kernel_candidates("auto", H100._replace(not_fused="no compiler"), call())
-    assert flash.reason.startswith("it takes bands by its windows")
-    assert flash.reason.endswith("; not fused: no compiler")
-    [flash, *_] = kernel_candidates("auto", H100, call(FEW))
-    assert "not fused: fewer than 64 queries to a cache" in flash.reason
-    [flash, *_] = kernel_candidates("auto", H100._replace(flash="FA3"), call(LONG))
-    assert "FA3" in flash.reason
+@pytest.mark.parametrize(
+    ("changes", "of_call", "reason"),
+    [
+        ({}, call(), "^one launch takes all tiles$"),
+        ({}, call(LONG), "^all tiles are full or causal, of 1024 rows or more$"),
+        ({"not_fused": "no compiler"}, call(), "^it takes bands by its windows.*; not fused: no compiler$"),
+        ({}, call(FEW), "not fused: fewer than 64 queries to a cache"),
+        ({"flash": "FA3"}, call(LONG), "FA3"),
+    ],
+)
+def test_reasons_name_what_was_refused_before(changes, of_call, reason):
+    assert re.search(reason, kernel_candidates("auto", H100._replace(**changes), of_call)[0].reason)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,7 @@ def test_reasons_name_what_was_refused_before():
             "flash",
             {"flash": "FA4", "capability": (12, 0)},
             call(),
-            "FA4 needs compute capability 9.x or 10.x, and the device has 12.0",
+            "FA4 needs compute capability 9.x or 10.x, and the device",
         ),
         ("cudnn", {"has_cudnn": False}, call(LONG), "torch has no cuDNN 9.15.1 or newer"),
         ("cudnn", {"deterministic": True}, call(LONG), "it is not deterministic"),
@@ -130,10 +131,8 @@ def test_reasons_name_what_was_refused_before():
     ],
 )
 def test_a_kernel_that_was_asked_for_is_never_replaced(setting, changes, of_call, reason):
-    with pytest.raises(ValueError) as raised:
-        kernel_candidates(setting, H100._replace(**changes), of_call)
-    assert reason in str(raised.value)
-    assert str(raised.value).startswith(f"kernel={setting!r} cannot compute this call: ")
+    said = refused(reason, kernel_candidates, setting, H100._replace(**changes), of_call)
+    assert said.startswith(f"kernel={setting!r} cannot compute this call: ")
 
 
 @pytest.mark.parametrize("setting", ["fused", "flash", "cudnn", "efficient", "math"])
@@ -144,10 +143,8 @@ def test_a_kernel_that_was_asked_for_is_the_only_one(setting):
 
 
 def kinds(pattern, seq_len, world_size=1, documents=None, causal=True, held=None, rank=0):
-    layout = SequenceLayout("zigzag" if world_size > 1 else "contiguous", seq_len, world_size)
-    rows = documents or (((0, seq_len),),)
-    problem = Problem(Pattern.parse(pattern), layout, rows, num_heads=4, num_kv_heads=2, causal=causal, held=held)
-    return tile_kinds(problem, rank)
+    layout = "zigzag" if world_size > 1 else "contiguous", seq_len, world_size
+    return tile_kinds(problem_of(pattern, layout, documents, (4, 2), causal=causal, held=held), rank)
 
 
 def test_the_kinds_of_tiles():
@@ -164,13 +161,8 @@ def test_the_kinds_of_tiles():
     assert min(kinds("exact", 32768, 4, (((0, 4196), (4196, 32768)),), rank=rank).rows for rank in range(4)) == 100
     assert kinds("window:4096", 4096) == kinds("exact", 4096)
     assert kinds("branches:segment=8192", 4096) == kinds("exact", 4096)
-    for pattern in (
-        "window:1024",
-        "window:4092+4",
-        "pyramid:512,3",
-        "longnet:2048/1,all/4",
-        "kv0=exact;kv1=window:512",
-    ):
+    others = "window:1024", "window:4092+4", "pyramid:512,3", "longnet:2048/1,all/4", "kv0=exact;kv1=window:512"
+    for pattern in others:
         few_calls = pattern.startswith("window")
         assert kinds(pattern, 4096) == (0, True, False, True, few_calls, ())
         assert kinds(pattern, 4096, 4) == (0, False, False, True, False, ())

@@ -8,9 +8,10 @@ import pytest
 import hf_ring_attention as ra
 from hf_ring_attention.plan.parts import parts_of
 from hf_ring_attention.plan.plans import pairs_of_row, plan_rank, tiles_from
-from hf_ring_attention.plan.problem import HeldKeys, Problem
+from hf_ring_attention.plan.problem import HeldKeys
 from hf_ring_attention.plan.work import work_under
-from tests.support.cases import random_pattern
+from tests.support.cases import problem_of, random_pattern
+from tests.support.refusals import refused
 
 ONE_HEAD = {"head": 0, "num_heads": 1, "num_kv_heads": 1}
 TRIANGLE = ra.Pattern([ra.Sink(1), ra.Window(2), ra.Last(3)])
@@ -37,29 +38,24 @@ def test_parts_add_up_to_the_pattern(rng):
         pattern = replace(pattern, branches=(*pattern.branches, last))
         heads = {"head": rng.randrange(4), "num_heads": 4, "num_kv_heads": 2, "causal": rng.random() < 0.5}
         length = rng.randint(1, 24)
+        heads |= {"document_length": length}
         for query, key in itertools.product(range(length), repeat=2):
             shown = [part.pattern for part in parts_of(pattern) if query in part.queries.of_document(length)]
-            assert sum(own.multiplicity(query, key, **heads) for own in shown) == pattern.multiplicity(
-                query, key, **heads, document_length=length
-            ), f"{pattern}, query {query} and key {key} of {length}, {heads}"
+            seen = sum(own.multiplicity(query, key, **heads) for own in shown)
+            assert seen == pattern.multiplicity(query, key, **heads), (pattern, query, key, heads)
 
 
 def test_work_of_tokens_is_that_of_the_tiles(rng):
     """Also in documents that are longer than those tokens, and with heads of which some have no last queries."""
     for text in (
-        "branches:sink=4,window=64,last=32",
-        "branches:last=40,window=16,last=9@count",
+        "branches:sink=4,window=64,last=32", "branches:last=40,window=16,last=9@count",
         "kv0=exact;kv1=branches:window=9,last=50",
-    ):
-        pattern = ra.Pattern.parse(text)
-        heads = pattern.num_kv_heads or 1
-        length, cut = rng.randint(300, 900), rng.randint(1, 299)
-        work = work_under(pattern, 1024)
-        assert work.of_document(length) == pytest.approx(
-            pairs_of_row(pattern, length, heads, heads, True) / heads, rel=0.01
-        )
-        parts = work.of_tokens(0, cut, length) + work.of_tokens(cut, length, length)
-        assert parts == pytest.approx(work.of_document(length))
+    ):  # fmt: skip
+        pattern, work = ra.Pattern.parse(text), work_under(ra.Pattern.parse(text), 1024)
+        heads, length, cut = pattern.num_kv_heads or 1, rng.randint(300, 900), rng.randint(1, 299)
+        whole = work.of_document(length)
+        assert whole == pytest.approx(pairs_of_row(pattern, length, heads, heads, True) / heads, rel=0.01)
+        assert work.of_tokens(0, cut, length) + work.of_tokens(cut, length, length) == pytest.approx(whole)
         last = sum(
             pattern.multiplicity(query, key, head=head, num_heads=heads, num_kv_heads=heads, document_length=length)
             for head in range(heads)
@@ -72,36 +68,26 @@ def test_work_of_tokens_is_that_of_the_tiles(rng):
 def test_a_step_of_generation_sees_every_key():
     """The document is as long as it has grown."""
     for text in ("branches:window=4,last=1", "branches:sink=2,window=4,last=3"):
-        pattern, held = ra.Pattern.parse(text), HeldKeys.whole(100, 1, 100)
-        problem = Problem(pattern, held.layout, (((0, 100),),), num_heads=1, num_kv_heads=1, held=held)
-        assert plan_rank(replace(problem, held=None), 0).pairs < 100 * 50
-        assert sum(batch.pairs(1) for batch in tiles_from(problem, 0, 0)) == 100
+        problem = problem_of(text, 100)
+        assert plan_rank(problem, 0).pairs < 100 * 50
+        held = HeldKeys.whole(100, 1, 100)
+        assert sum(batch.pairs(1) for batch in tiles_from(replace(problem, held=held), 0, 0)) == 100
 
 
 def test_pieces_that_are_longer_than_the_last_queries_are_refused():
     pattern = ra.Pattern.by_kv_head(["branches:window=4,last=3", "branches:window=4,last=7"])
 
     def call(row_len, new):
-        held = HeldKeys.whole(row_len, new, row_len)
-        return Problem(pattern, held.layout, (((0, row_len),),), num_heads=2, num_kv_heads=2, held=held)
+        return problem_of(pattern, row_len, heads=(2, 2), held=HeldKeys.whole(row_len, new, row_len))
 
     for row_len, new in ((20, 1), (20, 3), (20, 20), (4, 4)):
         call(row_len, new)
-    said = (
-        "shows every key to the last 3 queries of a document, got 4 queries behind 16 tokens in a cache: .* pass at most 3 "
-        "tokens at a time"
-    )
-    with pytest.raises(ValueError, match=said):
-        call(20, 4)
+    said = "to the last 3 queries of a document, got 4 queries behind 16 tokens in a cache: .* pass at most 3 tokens at a time"
+    refused(said, call, 20, 4)
 
 
 def test_the_length_is_asked_for():
-    with pytest.raises(
-        ValueError,
-        match=r"^Last\(tokens=3\): the last queries depend on the length of the document: pass document_length",
-    ):
-        TRIANGLE.multiplicity(2, 1, **ONE_HEAD)
-    with pytest.raises(ValueError, match="expected positions below document_length=4, got query 4 and key 1"):
-        TRIANGLE.multiplicity(4, 1, **ONE_HEAD, document_length=4)
-    with pytest.raises(ValueError, match="no branch of dilation 1 covers the query itself"):
-        ra.Pattern([ra.Last(4)])
+    said = "Last(tokens=3): the last queries depend on the length of the document: pass document_length"
+    refused(said, TRIANGLE.multiplicity, 2, 1, **ONE_HEAD)
+    said = "expected positions below document_length=4, got query 4 and key 1"
+    refused(said, TRIANGLE.multiplicity, 4, 1, **ONE_HEAD, document_length=4)

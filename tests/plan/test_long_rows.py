@@ -4,12 +4,9 @@ import itertools
 
 import pytest
 
-from hf_ring_attention.plan.branches import Window
-from hf_ring_attention.plan.layouts import SequenceLayout
-from hf_ring_attention.plan.patterns import Pattern
-from hf_ring_attention.plan.problem import Problem
 from hf_ring_attention.plan.routes import needed, ring_laps
 from hf_ring_attention.plan.traffic import RowBytes, collective_traffic, ring_traffic
+from tests.support.cases import problem_of
 
 TOKENS, RANKS, KV_HEADS = 131072, 8, 8
 LOCAL = TOKENS // RANKS
@@ -19,14 +16,7 @@ MIB = 2**20
 
 
 def long_problem(pattern, kind, causal=True):
-    return Problem(
-        pattern,
-        SequenceLayout(kind, TOKENS, RANKS),
-        (((0, TOKENS),),),
-        num_heads=32,
-        num_kv_heads=KV_HEADS,
-        causal=causal,
-    )
+    return problem_of(pattern, (kind, TOKENS, RANKS), heads=(32, KV_HEADS), causal=causal)
 
 
 def received(problem, traffic_of):
@@ -37,7 +27,7 @@ def received(problem, traffic_of):
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_exact_attention(kind, causal):
-    problem = long_problem(Pattern.exact(), kind, causal)
+    problem = long_problem("exact", kind, causal)
     ring, collective = (received(problem, traffic_of) for traffic_of in (ring_traffic, collective_traffic))
     shard = LOCAL * KV_HEADS * SIZES.row_bytes
     assert (RANKS - 1) * shard == 448 * MIB
@@ -53,7 +43,7 @@ def test_exact_attention(kind, causal):
 
 
 def test_longnet():
-    problem = long_problem(Pattern.longnet([2048, 16384, 131072], [1, 8, 64]), "contiguous")
+    problem = long_problem("longnet:2048/1,16384/8,131072/64", "contiguous")
     # Only the last branch looks beyond a rank: 1 token in 64 of every rank before.
     shard = LOCAL // 64 * KV_HEADS * SIZES.row_bytes
     assert (RANKS - 1) * shard == 7 * MIB
@@ -63,7 +53,7 @@ def test_longnet():
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_window(causal):
-    problem = long_problem(Pattern((Window(4096),)), "contiguous", causal)
+    problem = long_problem("window:4096", "contiguous", causal)
     rows = KV_HEADS * 4095
     for rank, source in itertools.product(range(RANKS), repeat=2):
         near = source == rank - 1 or (source == rank + 1 and not causal)

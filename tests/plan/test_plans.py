@@ -1,6 +1,5 @@
 """Plans of all ranks together cover every query-key pair as often as the definition does, in few batches and quickly."""
 
-import itertools
 import time
 from collections import Counter
 from dataclasses import replace
@@ -8,17 +7,18 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
+from hf_ring_attention.compute.reference import multiplicity_matrix
 from hf_ring_attention.plan.branches import Segment, Window
 from hf_ring_attention.plan.layouts import SequenceLayout
 from hf_ring_attention.plan.patterns import Pattern
 from hf_ring_attention.plan.plans import plan_rank, tiles_from
-from hf_ring_attention.plan.problem import HeldKeys, Problem
-from tests.plan.strategies import problems
+from hf_ring_attention.plan.problem import HeldKeys
+from tests.plan.strategies import problems, query_rows
+from tests.support.cases import problem_of
 
 
 def pairs_of(batch, problem, query_positions, key_positions):
     """Counter of (batch row, query head, query position, key position), and what one kernel call relies on."""
-    group = problem.num_heads // problem.num_kv_heads
     pairs, queries_seen = Counter(), Counter()
     assert batch.num_queries > 0
     assert batch.num_keys > 0
@@ -28,23 +28,13 @@ def pairs_of(batch, problem, query_positions, key_positions):
         assert len(set(item.batch_rows)) == len(item.batch_rows) > 0
         assert len(set(item.heads)) == len(item.heads) > 0
         assert item.copies > 0
-        folds = range(item.copies if batch.fold_size == 1 else batch.fold_size)
         assert batch.fold_size == 1 or item.copies == 1
-        for batch_row, number, fold in itertools.product(item.batch_rows, item.heads, folds):
-            heads = [number] if batch.per_query_head else range(number * group, (number + 1) * group)
-            for i in range(batch.num_queries):
-                query_row = item.query_row + fold + i * batch.query_stride
-                assert 0 <= query_row < len(query_positions[batch_row])
-                for head in heads:
-                    queries_seen[batch_row, head, query_row] += 1
-                width = batch.num_keys - batch.num_queries + 1
-                seen = {"full": range(batch.num_keys), "causal": range(i + 1), "band": range(i, i + width)}[batch.shape]
-                for j in seen:
-                    key_row = item.key_row + j * batch.key_stride
-                    assert 0 <= key_row < len(key_positions[batch_row])
-                    query, key = query_positions[batch_row][query_row], key_positions[batch_row][key_row]
-                    for head in heads:
-                        pairs[batch_row, head, query, key] += 1
+    for batch_row, head, row, key_rows in query_rows(batch, problem.group):
+        assert 0 <= row < len(query_positions[batch_row])
+        assert min(key_rows) >= 0 and max(key_rows) < len(key_positions[batch_row])
+        queries_seen[batch_row, head, row] += 1
+        query, positions = query_positions[batch_row][row], key_positions[batch_row]
+        pairs.update((batch_row, head, query, positions[key]) for key in key_rows)
     assert max(queries_seen.values()) == 1, "two tiles of a batch share a query row of a head"
     return pairs
 
@@ -53,20 +43,10 @@ def expected(problem):
     pairs = Counter()
     for batch_row, documents in enumerate(problem.documents):
         for start, stop in documents:
-            for head, query, key in itertools.product(
-                range(problem.num_heads), range(stop - start), range(stop - start)
-            ):
-                times = problem.pattern.multiplicity(
-                    query,
-                    key,
-                    head=head,
-                    num_heads=problem.num_heads,
-                    num_kv_heads=problem.num_kv_heads,
-                    causal=problem.causal,
-                    document_length=stop - start,
-                )
-                if times:
-                    pairs[batch_row, head, start + query, start + key] = times
+            heads = problem.num_heads, problem.num_kv_heads
+            counts = multiplicity_matrix(problem.pattern, stop - start, *heads, problem.causal).int()
+            for head, query, key in counts.nonzero().tolist():
+                pairs[batch_row, head, start + query, start + key] = int(counts[head, query, key])
     return pairs
 
 
@@ -101,64 +81,44 @@ def test_wide_bands(causal, overlap, rng):
     """Windows of many keys, dilated and not, in documents a few times as long, whole and over two ranks."""
     pattern = Pattern((Window(rng.randint(65, 110)), Window(2 * rng.randint(70, 110), 2)), overlap)
     layout = SequenceLayout(rng.choice(["contiguous", "zigzag"]), rng.randint(200, 260), rng.randint(1, 2))
-    check(Problem(pattern, layout, (((3, layout.seq_len),),), num_heads=2, num_kv_heads=2, causal=causal))
+    check(problem_of(pattern, layout, [[(3, layout.seq_len)]], (2, 2), causal=causal))
 
 
 def test_phases_of_query_heads_are_planned_for_each_of_them():
-    problem = Problem(
-        Pattern((Window(1), Segment(None, 2)), "count", "query_head"),
-        SequenceLayout("contiguous", 8, 1),
-        (((0, 8),),),
-        num_heads=4,
-        num_kv_heads=2,
-    )
-    batches = plan_rank(problem, 0).own
+    pattern = Pattern((Window(1), Segment(None, 2)), "count", "query_head")
+    batches = plan_rank(problem_of(pattern, 8, heads=(4, 2)), 0).own
     assert {batch.per_query_head for batch in batches} == {False, True}  # only the dilated branch has phases
     heads = {head for batch in batches if batch.per_query_head for item in batch.items for head in item.heads}
     assert heads == {0, 1, 2, 3}
 
 
 def test_batch_rows_with_equal_documents_share_items():
-    layout, pattern = SequenceLayout("contiguous", 12, 2), Pattern.exact()
-    row = ((0, 5), (5, 12))
-    one, three = (plan_rank(Problem(pattern, layout, (row,) * n, num_heads=2, num_kv_heads=2), 1) for n in (1, 3))
+    rows = [((0, 5), (5, 12))]
+    one, three = (plan_rank(problem_of("exact", ("contiguous", 12, 2), rows * n, (2, 2)), 1) for n in (1, 3))
     assert [len(batch.items) for batch in one.own] == [len(batch.items) for batch in three.own]
     assert {item.batch_rows for batch in three.own + three.remote for item in batch.items} == {(0, 1, 2)}
     assert three.pairs == 3 * one.pairs
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [Pattern.longnet([2048, 8192, 32768], [1, 4, 16]), Pattern.pyramid(512, 3)],
-    ids=["longnet", "pyramid"],
-)
+@pytest.mark.parametrize("pattern", ["longnet:2048/1,8192/4,32768/16", "pyramid:512,3"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_few_batches_planned_quickly(pattern, causal):
     """Kernel calls and planning must not eat what sparsity saves: tokens are never planned one at a time."""
-    problem = Problem(
-        pattern, SequenceLayout("contiguous", 32768, 1), (((0, 32768),),), num_heads=32, num_kv_heads=8, causal=causal
-    )
+
+    def problem(world_size=1):
+        return problem_of(pattern, ("contiguous", 32768, world_size), heads=(32, 8), causal=causal)
+
     seconds = []
     for _ in range(3):
         plan_rank.cache_clear()
         start = time.process_time()
-        plan = plan_rank(problem, 0)
+        plan = plan_rank(problem(), 0)
         seconds.append(time.process_time() - start)
     assert len(plan.own) + len(plan.remote) <= (12 if causal else 30)
     assert min(seconds) < 0.1
-    shared = replace(problem, layout=SequenceLayout("contiguous", 32768, 4))
-    for plan_of_rank in (plan_rank(shared, rank) for rank in range(4) if causal):
+    for plan_of_rank in (plan_rank(problem(4), rank) for rank in range(4) if causal):
         assert len(plan_of_rank.own) + len(plan_of_rank.remote) <= 16
-    # An equal problem, made anew, finds it.
-    again = Problem(
-        Pattern.from_dict(pattern.to_dict()),
-        SequenceLayout("contiguous", 32768, 1),
-        (((0, 32768),),),
-        num_heads=32,
-        num_kv_heads=8,
-        causal=causal,
-    )
-    assert plan_rank(again, 0) is plan
+    assert plan_rank(problem(), 0) is plan, "an equal problem, made anew, finds it"
 
 
 def test_a_plan_does_not_grow_with_the_dilation():
@@ -166,8 +126,7 @@ def test_a_plan_does_not_grow_with_the_dilation():
     sizes = set()
     for dilation in (4, 64, 2**12):
         pattern = Pattern((Window(dilation), Window(8 * dilation, dilation)))
-        layout = SequenceLayout("contiguous", 1 << 18, 1)
-        plan = plan_rank(Problem(pattern, layout, (((0, 1 << 18),),), num_heads=4, num_kv_heads=4), 0)
+        plan = plan_rank(problem_of(pattern, 1 << 18, heads=(4, 4)), 0)
         sizes.add((len(plan.own), sum(len(batch.items) for batch in plan.own)))
     assert len(sizes) == 1
 
@@ -176,16 +135,8 @@ def test_a_step_of_generation_is_planned_in_tiles_of_its_levels_and_heads():
     """However long the cache is: a level has a tile of each phase, and each key/value head sees each key once at most."""
     levels, heads = 6, 8
     for length in (131072, 1 << 20):
-        held = HeldKeys.whole(length, 1, length)
-        problem = Problem(
-            Pattern.pyramid(512, levels),
-            held.layout,
-            (((0, length),),),
-            num_heads=32,
-            num_kv_heads=heads,
-            held=held,
-        )
-        batches = tiles_from(problem, 0, 0)
+        problem = problem_of(Pattern.pyramid(512, levels), length, heads=(32, heads))
+        batches = tiles_from(replace(problem, held=HeldKeys.whole(length, 1, length)), 0, 0)
         assert sum(batch.num_tiles for batch in batches) <= (levels + 1) * heads
         assert len(batches) <= levels + 2
 
@@ -195,7 +146,7 @@ def test_pairs_of_long_plans():
     n, heads = 32768, 32
 
     def pairs(pattern, causal, layout):
-        problem = Problem(pattern, layout, (((0, n),),), num_heads=heads, num_kv_heads=8, causal=causal)
+        problem = problem_of(pattern, layout, heads=(heads, 8), causal=causal)
         return sum(plan_rank(problem, rank).pairs for rank in range(layout.world_size))
 
     for layout in (SequenceLayout("contiguous", n, 1), SequenceLayout("zigzag", n, 4)):

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_ring_attention.plan.branches import Sink, Window
-from hf_ring_attention.plan.layouts import SequenceLayout
 from hf_ring_attention.plan.patterns import Pattern
 from hf_ring_attention.plan.plans import of_heads, tiles_from
-from hf_ring_attention.plan.problem import Problem, RingSettings
+from hf_ring_attention.plan.problem import RingSettings
 from hf_ring_attention.plan.routes import needed, ring_laps
 from hf_ring_attention.plan.traffic import Bytes, RowBytes, collective_traffic, exchanged, ring_traffic
 from tests.plan.strategies import problems
 from tests.plan.test_plans import expected, pairs_of
+from tests.support.cases import problem_of
 
 #: Small problems go head by head: every payload is large, and any number of query rows will do for a group.
 HEAD_BY_HEAD = RingSettings(rows_of_a_head_group=1, large_payload=10**9)
@@ -241,15 +241,14 @@ def test_random_problems(problem, by_heads):
 def test_every_window_and_number_of_ranks(sinks):
     """By exhaustion: rows near their readers, and one that all ranks read, however the others go."""
     for length, p, kind, causal in itertools.product(range(1, 9), range(1, 6), ["contiguous", "zigzag"], [True, False]):
-        pattern, layout = Pattern((*sinks, Window(length))), SequenceLayout(kind, 8, p)
-        check_all(Problem(pattern, layout, (((0, 8),),), num_heads=1, num_kv_heads=1, causal=causal))
+        check_all(problem_of(Pattern((*sinks, Window(length))), (kind, 8, p), causal=causal))
 
 
 @pytest.mark.parametrize("p", [1, 3])
 @pytest.mark.parametrize("documents", [(), ((),), ((), ())], ids=str)
 def test_nothing_to_move(documents, p):
     """Padding alone: one round, in which no row leaves its rank."""
-    problem = Problem(Pattern.exact(), SequenceLayout("zigzag", 8, p), documents, num_heads=2, num_kv_heads=2)
+    problem = problem_of("exact", ("zigzag", 8, p), documents, (2, 2))
     (lap,) = ring_laps(problem)
     assert (lap.heads, lap.with_own, lap.steps, lap.routes) == (range(2), True, 0, ((),) * p)
     for check in CHECKS:
@@ -261,10 +260,7 @@ def test_nothing_to_move(documents, p):
 
 def window_problem(num_kv_heads=8):
     """2 batch rows, 16 tokens a rank: all of them are read by the next rank, 4 of them by the one after as well."""
-    layout = SequenceLayout("contiguous", 64, 4)
-    return Problem(
-        Pattern((Window(21),)), layout, (((0, 64),),) * 2, num_heads=4 * num_kv_heads, num_kv_heads=num_kv_heads
-    )
+    return problem_of("window:21", ("contiguous", 64, 4), [[(0, 64)]] * 2, (4 * num_kv_heads, num_kv_heads))
 
 
 def heads_of_laps(problem, **settings):
@@ -295,10 +291,7 @@ def test_small_payloads_go_in_one_lap():
 
 
 def test_the_example_of_the_module_is_what_is_computed():
-    problem = Problem(
-        Pattern((Window(6),)), SequenceLayout("contiguous", 16, 4), (((0, 16),),), num_heads=1, num_kv_heads=1
-    )
-    (lap,) = ring_laps(problem)
+    (lap,) = ring_laps(problem_of("window:6", ("contiguous", 16, 4)))
     hops = [[tuple(rows.sets[0] for rows in hop) for hop in route] for route in lap.routes]
     assert hops[0] == [(0b1111, 0, 0b0111), (0b1000, 0b1000, 0b1000)]
     assert hops[3] == []

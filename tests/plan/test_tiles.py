@@ -4,16 +4,13 @@ import itertools
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
 
+from hf_ring_attention.compute.reference import multiplicity_matrix
 from hf_ring_attention.plan import tiles
 from hf_ring_attention.plan.branches import Last, Segment, Sink, Window
 from hf_ring_attention.plan.intervals import Run
-from hf_ring_attention.plan.layouts import SequenceLayout
 from hf_ring_attention.plan.patterns import Pattern
 from hf_ring_attention.plan.tiles import branches_of, tile_document
-from tests.plan.strategies import rngs
-from tests.support.cases import random_pattern
 
 
 def seen_keys(tile, number):
@@ -47,45 +44,11 @@ def covered(tiles, num_heads, num_kv_heads):
     return pairs
 
 
-def expected(pattern, length, queries, keys, num_heads, num_kv_heads, causal):
-    pairs = Counter()
-    for head, (query_row, query), (key_row, key) in itertools.product(range(num_heads), queries, keys):
-        heads = {"head": head, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-        times = pattern.multiplicity(query, key, **heads, causal=causal, document_length=length)
-        if times:
-            pairs[head, query_row, key_row] = times
-    return pairs
-
-
-def points(runs):
-    return [(row + i, position + i) for row, position, count in runs for i in range(count)]
-
-
-def check(pattern, length, queries, keys, num_heads, num_kv_heads, causal, where="a whole document"):
-    """The tiles of runs of queries and of keys cover the pairs of the definition."""
-    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
-    found = tile_document(branches_of(pattern, **heads, causal=causal), length, queries, keys)
-    want = expected(pattern, length, points(queries), points(keys), **heads, causal=causal)
-    assert covered(found, **heads) == want, f"{pattern}, {where}, {length} tokens, heads {heads}, causal {causal}"
-
-
 BRANCHES = [
-    Segment(),
-    Segment(length=4),
-    Segment(length=6, dilation=2),
-    Segment(length=6, dilation=3, queries="all"),
-    Segment(length=None, dilation=4),
-    Segment(length=None, dilation=2, queries="all"),
-    Window(1),
-    Window(5),
-    Window(8, dilation=2),
-    Window(12, dilation=4),
-    Window(6, dilation=2, queries="dilated"),
-    Window(24, dilation=8),
-    Sink(3),
-    Last(1),
-    Last(6),
-]
+    Segment(), Segment(4), Segment(6, 2), Segment(6, 3, "all"), Segment(None, 4), Segment(None, 2, "all"),
+    Window(1), Window(5), Window(8, 2), Window(12, 4), Window(6, 2, "dilated"), Window(24, 8),
+    Sink(3), Last(1), Last(6),
+]  # fmt: skip
 
 
 def patterns():
@@ -100,35 +63,13 @@ def patterns():
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("pattern", list(patterns()), ids=str)
 def test_whole_document(pattern, causal):
+    """Rows that are sharded over ranks, beside other documents, are in test_plans.py."""
     for length, heads in itertools.product((1, 2, 5, 13, 24, 40), ((4, 2), (3, 3))):
         runs = [Run(0, 0, length)]
-        check(pattern, length, runs, runs, *heads, causal)
-
-
-@settings(max_examples=120)
-@given(rngs)
-def test_random_patterns_with_rows_sharded_over_ranks(rng):
-    """Queries of each rank against keys of each rank, rows numbered as the ranks store them."""
-    pattern = random_pattern(rng)
-    length = rng.randint(1, 40)
-    before, after = rng.choice([(0, 0), (3, 5), (7, 0)])  # other documents of the row
-    layout = SequenceLayout(rng.choice(["contiguous", "zigzag"]), before + length + after, rng.randint(1, 4))
-    num_kv_heads = rng.randint(1, 4)
-    num_heads = num_kv_heads * rng.randint(1, 3)
-    causal = rng.random() < 0.6
-
-    def runs_of(rank):
-        row, runs = 0, []
-        for piece in layout.pieces(rank):
-            start, stop = max(piece.start, before), min(piece.stop, before + length)
-            if start < stop:
-                runs.append(Run(row + start - piece.start, start - before, stop - start))
-            row += len(piece)
-        return runs
-
-    for query_rank, key_rank in itertools.product(range(layout.world_size), repeat=2):
-        where = f"{layout}, document {before}+{length}, ranks {query_rank} <- {key_rank}"
-        check(pattern, length, runs_of(query_rank), runs_of(key_rank), num_heads, num_kv_heads, causal, where)
+        found = tile_document(branches_of(pattern, *heads, causal=causal), length, runs, runs)
+        counts = multiplicity_matrix(pattern, length, *heads, causal).int()
+        want = {pair: int(counts[pair]) for pair in map(tuple, counts.nonzero().tolist())}
+        assert covered(found, *heads) == want, f"{pattern}, {length} tokens, heads {heads}, causal {causal}"
 
 
 def test_the_example_of_the_module_is_what_is_computed():
@@ -136,13 +77,11 @@ def test_the_example_of_the_module_is_what_is_computed():
     lines = [line.split() for line in tiles.__doc__.splitlines() if line.strip().startswith("query ")]
     picture = {(row, column): letter for row, words in enumerate(lines) for column, letter in enumerate(words[2:8])}
     runs = [Run(0, 0, 6)]
-    pairs = {}
-    for letter, tile in zip(
-        "ab",
-        tile_document(branches_of(Pattern((Window(3),)), 1, 1, causal=True), 6, runs, runs),
-        strict=True,
-    ):
-        for number, query in enumerate(tile.queries):
-            for key in seen_keys(tile, number):
-                pairs[query, key] = letter
+    found = tile_document(branches_of(Pattern((Window(3),)), 1, 1, causal=True), 6, runs, runs)
+    pairs = {
+        (query, key): letter
+        for letter, tile in zip("ab", found, strict=True)
+        for number, query in enumerate(tile.queries)
+        for key in seen_keys(tile, number)
+    }
     assert pairs == {pair: letter for pair, letter in picture.items() if letter != "."}

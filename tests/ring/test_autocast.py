@@ -9,13 +9,14 @@ import torch
 import hf_ring_attention as ra
 from hf_ring_attention.compute import cuda_kernels
 from hf_ring_attention.compute.cuda_kernels import CudaEfficient, CudaFlash, Cudnn
+from hf_ring_attention.compute.fused.tiles import Fused
 from hf_ring_attention.hybrids import states
 from hf_ring_attention.plan.problem import HeldKeys
 from hf_ring_attention.plan.state_runs import StateRun
-from hf_ring_attention.ring import planned
 from tests.support.cached import cached_attention
 from tests.support.cases import EVERY_TRANSPORT
 from tests.support.cuda_operators import CudnnAttention, EfficientAttention, FlashAttention2
+from tests.support.fused import SMALL_BLOCKS, needs_interpreter
 from tests.support.ranks import run_simulated
 
 CUDA = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -34,6 +35,7 @@ PLAYED = [
     pytest.param(CudaFlash(), FlashAttention2, ("exact", "window:5+2", "longnet:8/1,24/2"), id="flash"),
     pytest.param(Cudnn(), CudnnAttention(), ("exact",), id="cudnn"),
     pytest.param(CudaEfficient(), EfficientAttention, ("exact", "window:5+2", "longnet:8/1,24/2"), id="efficient"),
+    pytest.param(Fused(SMALL_BLOCKS), None, ("window:6+2",), id="fused", marks=needs_interpreter),
 ]
 #: One whole tile, tiles that are merged, and folds.
 PATTERNS = ("exact", "window:5+2", "longnet:8/1,24/2")
@@ -75,9 +77,9 @@ def test_attention_by_each_kernel(device, dtype, softcap, setting, name, pattern
 
 
 @pytest.mark.parametrize(("kernel", "operators", "patterns"), PLAYED)
-def test_attention_by_kernels_for_cuda(kernel, operators, patterns, monkeypatch, rng):
+def test_attention_by_kernels_for_cuda(kernel, operators, patterns, computed_by, monkeypatch, rng):
     monkeypatch.setattr(cuda_kernels, "aten", operators)
-    monkeypatch.setattr(planned, "choose_kernel", lambda *_: kernel)
+    computed_by(kernel)
     for pattern in patterns:
         call = (rng.randrange(2**32), pattern, ra.Ring.alone(), "cpu", torch.float32, None)
         assert_same(attend(True, *call), attend(False, *call))

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import hf_ring_attention as ra
-from hf_ring_attention.compute.reference import reference_attention
-from tests.support.cases import EXACT_ATTENTION, TRANSPORTS
+from tests.support.cases import EXACT_ATTENTION, TRANSPORTS, Case
 from tests.support.tolerance import largest
 
 PATTERN = ra.Pattern.pyramid(window=3, levels=3, ratio=2, sinks=2)
@@ -22,18 +21,13 @@ class Call:
     """A call on whole sequences made from a seed: this rank's part of the inputs and of the oracle's results."""
 
     def __init__(self, ring, seed, seq_len):
+        case = Case(pattern=PATTERN, batch=2, seq_len=seq_len, seed=seed)
         self.ring, self.layout = ring, ring.layout_for(seq_len, PATTERN)
-        generator = torch.Generator().manual_seed(seed)
-        q, k, v, dout = (
-            torch.randn(2, heads, seq_len, WIDTH, generator=generator, dtype=torch.float64)
-            for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
-        )
-        exact = [x.clone().requires_grad_() for x in (q, k, v)]
-        out, _ = reference_attention(*exact, pattern=PATTERN)
-        out.backward(dout)
-        self.leaves = dict(zip("qkv", (self.shard(x).requires_grad_() for x in (q, k, v))))
+        *whole, dout, _ = case.tensors
+        self.leaves = dict(zip("qkv", (self.shard(x).requires_grad_() for x in whole)))
         self.dout = self.shard(dout)
-        self.want = {"out": out.detach(), **dict(zip("qkv", (x.grad for x in exact)))}
+        out, _, *grads = case.definition
+        self.want = {"out": out, **dict(zip("qkv", grads))}
 
     def shard(self, x):
         return self.ring.shard(x, self.layout, dim=2)

@@ -145,13 +145,8 @@ def test_the_check_of_a_job_makes_the_group_that_jobs_make(monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: made.append(backend))
     monkeypatch.setattr(dist, "barrier", lambda: None)
     run = SimpleNamespace(rank=0, world_size=2, ring_size=2, options=SimpleNamespace(timeout=1), store=None)
-    for name, answer in {
-        "is_available": True,
-        "device_count": 1,
-        "set_device": None,
-        "get_device_properties": SimpleNamespace(uuid="a GPU"),
-        "get_device_name": "a GPU",
-    }.items():
+    gpu = {"is_available": True, "device_count": 1, "set_device": None, "get_device_name": "a GPU"}
+    for name, answer in {**gpu, "get_device_properties": SimpleNamespace(uuid="a GPU")}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     monkeypatch.setenv("LOCAL_RANK", "0")

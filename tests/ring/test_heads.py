@@ -11,76 +11,46 @@ import hf_ring_attention as ra
 from hf_ring_attention.plan import choices
 from hf_ring_attention.plan.traffic import RowBytes
 from hf_ring_attention.transport.heads import HeadsTransport
-from tests.support.cases import check_cases, fitting_case, random_case, with_heads
+from tests.support.cases import check_cases, check_simulated, fitting_heads, random_case
 from tests.support.ranks import run_simulated
+from tests.support.refusals import refused
 
 LAYOUTS = ("contiguous", "zigzag", "documents")
-
-
-def fitting_cases(rng, world_size, count, dtype=torch.float64):
-    cases = [fitting_case(rng, world_size, dtype) for _ in range(count)]
-    for case in cases:
-        assert case.definition and case.rounding
-    return cases
-
-
-#: Every kind of pattern, and of rows; ranks, and how many of them exchange heads.
-PATTERNS = ("exact", "window:7", "window:7+3", "pyramid:3,3,2,2", "longnet:6/1,12/2,all/4@once", "count")
-ROWS = ("one document", "packed", "padded")
+#: Every kind of pattern; the number of a head, among all heads, decides which keys its dilated branches keep.
+PATTERNS = (
+    "exact", "window:7", "window:7+3", "pyramid:3,3,2,2", "longnet:6/1,12/2,all/4@once",
+    "branches:window=5,segment=16/4,sink=2@count@query_head",
+)  # fmt: skip
+#: Ranks, and how many of them exchange heads.
 RANKS = [(2, 2), (3, 3), (4, 4), (8, 8), (4, 2), (8, 4), (8, 2)]
-
-
-def named_case(rng, pattern, rows, heads, kv_heads):
-    """A case of uneven length with all that attention may have: grouped heads, softcap, sinks, values narrower than keys."""
-    seq_len = 2 * rng.randint(13, 18) + 1
-    first, second = rng.randint(3, 9), rng.randint(12, 16)
-    documents = {
-        "one document": [[(0, seq_len)]] * 2,
-        "packed": [[(0, first), (first, second), (second, seq_len)], [(0, second), (second, seq_len)]],
-        "padded": [[(first, seq_len)], [(0, second)]],
-    }
-    # The number of a head, among all heads, decides which keys its dilated branches keep.
-    count = ra.Pattern((ra.Window(5), ra.Segment(16, 4), ra.Sink(2)), "count", "query_head")
-    return replace(
-        random_case(rng),
-        pattern=count if pattern == "count" else ra.Pattern.parse(pattern),
-        batch=2,
-        seq_len=seq_len,
-        num_heads=2 * max(heads, kv_heads),
-        num_kv_heads=kv_heads,
-        head_dim=8,
-        value_dim=5,
-        documents=documents[rows],
-        softcap=1.5,
-        sinks=True,
-    )
 
 
 @pytest.mark.drawn
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("world_size", "heads"), RANKS)
 def test_every_pattern_packed_padded_and_uneven(world_size, heads, layout, rng):
-    """Half of the patterns, each with a kind of rows in turn, and with more or with fewer key/value heads than ranks."""
+    """Half of the patterns, each with a kind of rows in turn, and with more or with fewer key/value heads than ranks.
+
+    All cases have uneven lengths, grouped heads, softcap, sinks, and values narrower than keys.
+    """
     turn = RANKS.index((world_size, heads)) + LAYOUTS.index(layout)
     more_and_fewer = (2 * heads, 1, heads, heads // 2 if heads % 2 == 0 else 1)
-    cases = [
-        named_case(rng, pattern, ROWS[(number + turn) % 3], heads, more_and_fewer[(number + turn) % 4])
-        for number, pattern in enumerate(PATTERNS)
-        if (number + turn) % 2
-    ]
-    for case in cases:
-        assert case.definition and case.rounding
-
-    def check(ring):
-        ring.settings = replace(ring.settings, rows_of_a_head_group=1)
-        check_cases(ring, cases)
-
-    run_simulated(check, world_size, layout=layout, transport="heads", heads=heads)
+    cases = []
+    for number, pattern in [*enumerate(PATTERNS, turn)][1 - turn % 2 :: 2]:
+        kv_heads, n = more_and_fewer[number % 4], 2 * rng.randint(13, 18) + 1
+        first, second = rng.randint(3, 9), rng.randint(12, 16)
+        packed = [[(0, first), (first, second), (second, n)], [(0, second), (second, n)]]
+        rows = (None, packed, [[(first, n)], [(0, second)]])[number % 3]
+        sizes = {"batch": 2, "seq_len": n, "head_dim": 8, "value_dim": 5, "softcap": 1.5, "sinks": True}
+        options = {"pattern": ra.Pattern.parse(pattern), "documents": rows, **sizes}
+        cases.append(random_case(rng, heads=(2 * max(heads, kv_heads), kv_heads), **options))
+    settings = {"rows_of_a_head_group": 1}
+    check_simulated(cases, world_size, settings, layout=layout, transport="heads", heads=heads)
 
 
 def checked_in_a_process(rank, heads, seed):
     rng = random.Random(seed)
-    cases = fitting_cases(rng, heads, 3)
+    cases = [random_case(rng, heads=fitting_heads(rng, heads)) for _ in range(3)]
     for layout in LAYOUTS:
         ring = ra.Ring(layout=layout, transport="heads", heads=heads)
         ring.settings = replace(ring.settings, rows_of_a_head_group=1)
@@ -108,24 +78,22 @@ def test_reference_case():
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "world_size", "groups_of", "said"),
     [
-        (6, 6, 4, None, r"equal query heads on 4 ranks, got 6 / 4 = 1\.50"),
-        (8, 2, 3, None, r"equal query heads on 3 ranks, got 8 / 3 = 2\.67"),
+        (6, 6, 4, None, "equal query heads on 4 ranks, got 6 / 4 = 1.50"),
+        (8, 2, 3, None, "equal query heads on 3 ranks, got 8 / 3 = 2.67"),
         (12, 6, 4, None, "6 key/value heads and 4 ranks divide neither way"),
-        (6, 3, 8, 4, r"equal query heads on 4 ranks, got 6 / 4 = 1\.50"),
+        (6, 3, 8, 4, "equal query heads on 4 ranks, got 6 / 4 = 1.50"),
         (12, 3, 4, 2, "3 key/value heads and 2 ranks divide neither way"),
     ],
 )
 def test_heads_that_do_not_divide_are_refused_on_every_rank(heads, kv_heads, world_size, groups_of, said):
-    def refused(ring):
+    def call(ring):
         q, k = torch.randn(1, heads, 4, 8), torch.randn(1, kv_heads, 4, 8)
-        with pytest.raises(ValueError, match=said):
-            ra.ring_attention(q, k, k, pattern="exact", ring=ring)
+        refused(said, ra.ring_attention, q, k, k, pattern="exact", ring=ring)
         return ring.traffic().hops
 
-    assert run_simulated(refused, world_size, transport="heads", heads=groups_of) == [0] * world_size
+    assert run_simulated(call, world_size, transport="heads", heads=groups_of) == [0] * world_size
     call = {"seq_len": 64, "world_size": world_size, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": 8}
-    with pytest.raises(ValueError, match=said):
-        ra.explain("exact", **call, transport="heads", heads=groups_of)
+    refused(said, ra.explain, "exact", **call, transport="heads", heads=groups_of)
     if groups_of is None:  # Other transports show no groups.
         said_of_others = ra.explain("exact", **call)
         assert {share.heads for share in said_of_others.ranks} == {None}
@@ -154,18 +122,10 @@ def test_errors_of_groups_name_ranks_by_their_number_in_the_ring(monkeypatch):
     assert re.match(r"attention by heads, outputs, on rank 2: receiving from rank 3 did not end", said[2])
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"transport": "heads", "heads": 3}, "a divisor of the ring's 4 ranks, got 3"),
-        ({"transport": "heads", "heads": 0}, "a divisor of the ring's 4 ranks, got 0"),
-        ({"transport": "heads", "heads": "2"}, "a divisor of the ring's 4 ranks, got '2'"),
-        ({"transport": "ring", "heads": 2}, "heads=2 needs transport='heads', got 'ring'"),
-    ],
-)
-def test_groups_that_do_not_divide_are_refused(settings, said):
-    with pytest.raises(ValueError, match=said):
-        ra.simulate(4, **settings)
+def test_groups_that_do_not_divide_are_refused():
+    for heads in (3, 0, "2"):
+        refused(f"a divisor of the ring's 4 ranks, got {heads!r}", ra.simulate, 4, transport="heads", heads=heads)
+    refused("heads=2 needs transport='heads', got 'ring'", ra.simulate, 4, transport="ring", heads=2)
 
 
 @pytest.mark.parametrize(("world_size", "heads"), [(4, 2), (4, 4)])
@@ -175,17 +135,10 @@ def test_auto_exchanges_heads_where_the_choice_says_so(world_size, heads, rng, m
     monkeypatch.setattr(choices, "WORTH_AN_EXCHANGE", 0.9)
     choices.choose_transport.cache_clear()
     # Only groups of this size can divide the heads.
-    cases = [replace(with_heads(rng, random_case(rng), heads, heads), causal=True) for _ in range(5)]
-    for case in cases:
-        assert case.definition and case.rounding
-
-    run_simulated(lambda ring: check_cases(ring, cases), world_size, layout="contiguous")
-    chosen = [
-        choices.choose_transport(
-            case.problem(ra.SequenceLayout("contiguous", case.seq_len, world_size)), RowBytes(1, 1)
-        )
-        for case in cases
-    ]
+    cases = [random_case(rng, heads=(heads, heads), causal=True) for _ in range(5)]
+    check_simulated(cases, world_size, layout="contiguous")
+    problems = [case.problem(ra.SequenceLayout("contiguous", case.seq_len, world_size)) for case in cases]
+    chosen = [choices.choose_transport(problem, RowBytes(1, 1)) for problem in problems]
     choices.choose_transport.cache_clear()
     assert all(decision.heads is None or heads % decision.heads == 0 for decision in chosen)
     assert any(decision.choice == "heads" for decision in chosen)

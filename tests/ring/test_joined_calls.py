@@ -7,14 +7,11 @@ import pytest
 import torch
 
 import hf_ring_attention as ra
-from hf_ring_attention.compute import cuda_kernels
 from hf_ring_attention.compute.cuda_kernels import CudaFlash
 from hf_ring_attention.compute.kernels import CpuFlash, Math
 from hf_ring_attention.plan.joins import Joining
-from hf_ring_attention.ring import planned
-from tests.support.cases import check_cases, random_cases
-from tests.support.cuda_operators import CheckedOperators, FlashAttention2
-from tests.support.ranks import run_simulated
+from tests.support.cases import check_cases, check_simulated, random_cases
+from tests.support.cuda_operators import FlashAttention2
 from tests.support.tolerance import assert_exact
 
 #: All tiles that may share a call do, whatever it costs; and up to some rows, or where it costs little.
@@ -53,22 +50,7 @@ def joined_cases(rng, kernel, count):
         documents=[[(0, 9), (9, 22), (22, 40), (40, 57)]],
     )
     capped = kernel.softcap if isinstance(kernel, Math) else None
-    cases = [dataclasses.replace(case, softcap=capped) for case in cases]
-    for case in cases:
-        assert case.definition
-    return cases
-
-
-@pytest.fixture
-def joined(monkeypatch):
-    """Has every call computed by the given kernel, which joins tiles by the given rules."""
-
-    def computed_by(kernel, joining):
-        counted = JoinedCalls(kernel, joining)
-        monkeypatch.setattr(planned, "choose_kernel", lambda *_: counted)
-        return counted
-
-    return computed_by
+    return [dataclasses.replace(case, softcap=capped) for case in cases]
 
 
 @pytest.mark.drawn
@@ -76,26 +58,26 @@ def joined(monkeypatch):
     "kernel", [CpuFlash(), Math(), Math(softcap=3.0)], ids=["cpu_flash", "math", "math with capped scores"]
 )
 @pytest.mark.parametrize("bounds", LITTLE, ids=["all", "few rows", "little padding", "few pairs"])
-def test_padded_tiles(kernel, bounds, joined, rng):
-    counted = joined(kernel, Joining(**bounds))
+def test_padded_tiles(kernel, bounds, computed_by, rng):
+    counted = JoinedCalls(kernel, Joining(**bounds))
+    computed_by(counted)
     cases = joined_cases(rng, kernel, 8)
     check_cases(ra.Ring(), cases)
     for transport in ("ring", "collective"):
-        run_simulated(lambda ring: check_cases(ring, cases[:3]), 3, layout="zigzag", transport=transport)
+        check_simulated(cases[:3], 3, layout="zigzag", transport=transport)
     if bounds is EVERYTHING:
         assert counted.with_lengths
         assert counted.padded
 
 
-def test_tiles_of_flash_attention(joined, monkeypatch, rng):
+def test_tiles_of_flash_attention(computed_by, checked_operators, rng):
     """FlashAttention for CUDA: its calls are checked, and computed in float64."""
-    operators = CheckedOperators(played_by=FlashAttention2, dtypes=(torch.float64,))
-    monkeypatch.setattr(cuda_kernels, "aten", operators)
-    joined(CudaFlash(), CudaFlash.joining)
+    operators = checked_operators(torch.float64, played_by=FlashAttention2)
+    computed_by(CudaFlash())
     cases = joined_cases(rng, CudaFlash(), 8)
     check_cases(ra.Ring(), cases)
     for transport in ("ring", "collective"):
-        run_simulated(lambda ring: check_cases(ring, cases[:3]), 3, layout="zigzag", transport=transport)
+        check_simulated(cases[:3], 3, layout="zigzag", transport=transport)
     shapes = {(given["is_causal"], "window_size_left" in given) for _, given in operators.calls}
     assert shapes == {(False, False), (True, False), (False, True)}
 
@@ -107,9 +89,9 @@ def test_calls_of_many_padded_keys_keep_their_lengths():
     leaves = [torch.randn(1, 1, sum(lengths), 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     dout = torch.randn(1, 1, sum(lengths), 4, dtype=torch.float64)
     out = ra.ring_attention(*leaves, pattern=pattern, documents=[documents])
-    found = [out, *torch.autograd.grad(out, leaves, dout)]
+    found = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
     for start, stop in documents:
         alone = ra.ring_attention(*(x[:, :, start:stop] for x in leaves), pattern=pattern)
-        grads = torch.autograd.grad(alone, leaves, dout[:, :, start:stop])
-        for name, x, y in zip(("out", "dq", "dk", "dv"), found, (alone, *(x[:, :, start:stop] for x in grads))):
-            assert_exact(x[:, :, start:stop].detach(), y.detach(), f"{name} of {start} to {stop}")
+        grads = (x[:, :, start:stop] for x in torch.autograd.grad(alone, leaves, dout[:, :, start:stop]))
+        for name, x, y in zip(("out", "dq", "dk", "dv"), found, (alone.detach(), *grads)):
+            assert_exact(x[:, :, start:stop], y, f"{name} of {start} to {stop}")

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -14,13 +15,24 @@ from hf_ring_attention.ring import planned
 from hf_ring_attention.transport.transports import Link
 from tests.support.cached import cached_attention
 from tests.support.ranks import run_simulated
+from tests.support.refusals import refused
 from tests.support.tolerance import assert_exact
 
 TOKENS = 24
 
 
-def drawn(tokens=TOKENS):
-    return torch.randn(1, 2, tokens, 8, dtype=torch.float64, requires_grad=True)
+def drawn():
+    return torch.randn(1, 2, TOKENS, 8, dtype=torch.float64, requires_grad=True)
+
+
+def assert_same(found, wanted):
+    for got, want in zip(found, wanted, strict=True):
+        assert_exact(got, want)
+
+
+def on_rank_1():
+    """Whether this is the thread of simulated rank 1."""
+    return threading.current_thread().name.endswith("_1")
 
 
 def attend(ring, x, pattern="window:5+2", **settings):
@@ -58,8 +70,7 @@ def test_plain_math_on_a_ring(transport):
     wanted = attend(ra.Ring.alone(), x)
     for ring, *found in run_simulated(lambda ring: (ring, *attend(ring, x)), 2, transport=transport, kernel="math"):
         assert {decision.choice for decision in ring.kernels().values()} == {"math"}
-        for got, want in zip(found, wanted, strict=True):
-            assert_exact(got, want)
+        assert_same(found, wanted)
 
 
 @pytest.mark.parametrize("kernel", ["flash", "cudnn", "efficient", "fused"])
@@ -69,39 +80,29 @@ def test_kernels_of_other_devices_are_refused_on_every_rank_before_any_work(kern
     reason = "there is no GPU" if kernel == "fused" else "it computes on CUDA devices, and the tensors are on cpu"
 
     def call(ring):
-        with pytest.raises(ValueError, match=f"kernel='{kernel}' cannot compute this call: {reason}"):
-            attend(ring, drawn())
+        refused(f"kernel='{kernel}' cannot compute this call: {reason}", attend, ring, drawn())
 
     run_simulated(call, 2, kernel=kernel)
 
 
 def test_a_refusal_of_one_rank_reaches_all(monkeypatch):
     """For example, one rank has an older device than the others."""
-    monkeypatch.setattr(
-        kernels, "why_not_fused", lambda *_: "no compiler" if threading.current_thread().name.endswith("_1") else None
-    )
+    monkeypatch.setattr(kernels, "why_not_fused", lambda *_: "no compiler" if on_rank_1() else None)
     monkeypatch.setattr(kernels, "fused_kernel", lambda *_: Math())
 
     def call(ring):
-        with pytest.raises(ValueError, match="kernel='fused' cannot compute this call: no compiler"):
-            attend(ring, drawn())
+        refused("kernel='fused' cannot compute this call: no compiler", attend, ring, drawn())
 
     run_simulated(call, 2, kernel="fused")
 
 
 def test_the_fused_kernel_where_it_can_run(monkeypatch):
     made = []
-
-    def fused_kernel(*call):
-        made.append(call)
-        return Math(call[-1])
-
     monkeypatch.setattr(kernels, "why_not_fused", lambda *_: None)
-    monkeypatch.setattr(kernels, "fused_kernel", fused_kernel)
+    monkeypatch.setattr(kernels, "fused_kernel", lambda *call: made.append(call) or Math(call[-1]))
     kernels._kernel.cache_clear()
     ring, x = ra.Ring.alone(kernel="fused"), drawn()
-    for got, want in zip(attend(ring, x, softcap=2.0), attend(ra.Ring.alone(), x, softcap=2.0), strict=True):
-        assert_exact(got, want)
+    assert_same(attend(ring, x, softcap=2.0), attend(ra.Ring.alone(), x, softcap=2.0))
     kernels._kernel.cache_clear()
     assert made == [(torch.device("cpu"), torch.float64, 8, 8, 2.0)]
     assert [decision.choice for decision in ring.kernels().values()] == ["fused"]
@@ -110,36 +111,25 @@ def test_the_fused_kernel_where_it_can_run(monkeypatch):
 def test_ranks_that_ask_for_different_kernels():
     def call(ring):
         ring.kernel = ("auto", "math")[ring.rank]
-        with pytest.raises(ValueError, match="the ranks of the ring disagree on kernel: rank 0: auto, rank 1: math"):
-            attend(ring, drawn())
+        refused("the ranks of the ring disagree on kernel: rank 0: auto, rank 1: math", attend, ring, drawn())
 
     run_simulated(call, 2)
 
 
 def test_ranks_may_choose_different_kernels(monkeypatch):
     choose, x = planned.choose_kernel, drawn()
-
-    def other_device(*call):
-        by_math = threading.current_thread().name.endswith("_1")
-        choose(*call)
-        return Math() if by_math else CpuFlash()
-
     wanted = attend(ra.Ring.alone(), x)
-    monkeypatch.setattr(planned, "choose_kernel", other_device)
+    monkeypatch.setattr(
+        planned, "choose_kernel", lambda *call: choose(*call) and (Math() if on_rank_1() else CpuFlash())
+    )
     for found in run_simulated(lambda ring: attend(ring, x), 2):
-        for got, want in zip(found, wanted, strict=True):
-            assert_exact(got, want)
+        assert_same(found, wanted)
 
 
 def test_unknown_kernels():
     message = "Ring: kernel must be one of 'auto', 'fused', 'flash', 'cudnn', 'efficient', 'math', got 'cutlass'"
-    for make in (
-        lambda: ra.Ring(kernel="cutlass"),
-        lambda: ra.Ring.alone("cutlass"),
-        lambda: ra.simulate(2, kernel="cutlass"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            make()
+    for make in (ra.Ring, ra.Ring.alone, partial(ra.simulate, 2)):
+        refused(message, make, kernel="cutlass")
 
 
 def test_each_kernel_is_logged_once_by_rank_0(caplog):

@@ -8,10 +8,8 @@ import pytest
 import torch
 
 import hf_ring_attention as ra
-from hf_ring_attention.plan.layouts import SequenceLayout
-from hf_ring_attention.plan.problem import Problem
 from hf_ring_attention.plan.traffic import RowBytes, collective_traffic, ring_traffic
-from tests.support.cases import check_cases, random_case, random_pattern, with_heads
+from tests.support.cases import check_simulated, problem_of, random_case, random_pattern
 from tests.support.ranks import run_simulated
 from tests.support.tolerance import allowed
 
@@ -39,20 +37,15 @@ def on_ranks(world_size, transport, tensors, dout, **options):
 
 
 def drawn(dtype=torch.float32, tokens=64, heads=2, width=8):
-    return [torch.randn(1, heads, tokens, width).to(dtype) for _ in range(3)], torch.randn(1, heads, tokens, width).to(
-        dtype
-    )
+    *tensors, dout = (torch.randn(1, heads, tokens, width).to(dtype) for _ in range(4))
+    return tensors, dout
 
 
 @pytest.mark.parametrize(("transport", "world_size"), WAYS)
 def test_what_is_not_finite_stays_in_its_document(transport, world_size, rng):
     """Neither padding nor another document changes a bit of a document's outputs and gradients."""
     documents = [[(2, 20), (20, 50)]]
-    outside = {
-        "padding": [*range(2), *range(50, 64)],
-        "the first document": [*range(2, 20)],
-        "the second": [*range(20, 50)],
-    }
+    outside = {"padding": [*range(2), *range(50, 64)], "the first": [*range(2, 20)], "the second": [*range(20, 50)]}
     values = itertools.cycle(rng.sample([math.nan, math.inf, -math.inf], 3))
     for pattern in (*PATTERNS, random_pattern(rng)):
         tensors, dout = drawn(torch.float64)
@@ -77,16 +70,12 @@ def test_scores_of_ten_thousand(dtype, transport, world_size, rng):
     """
     cases, largest = [], 1e4
     for _ in range(3):
-        case = random_case(rng, dtype)
-        if transport == "heads":
-            case = with_heads(rng, case, 4, 2)
+        case = random_case(rng, dtype, heads=(4, 2) if transport == "heads" else None, softcap=None)
         q, k, *_ = case.tensors
         norms = q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max()  # No score is above their product.
-        case = replace(case, scale=largest / float(norms), softcap=None)
-        assert case.definition and case.rounding
-        cases.append(case)
+        cases.append(replace(case, scale=largest / float(norms)))
     tolerance = allowed(largest * torch.finfo(dtype).eps, dtype)
-    run_simulated(lambda ring: check_cases(ring, cases, tolerance), world_size, transport=transport)
+    check_simulated(cases, world_size, tolerance=tolerance, transport=transport)
 
 
 @pytest.mark.parametrize(("transport", "world_size", "pattern"), [(*way, x) for way, x in zip(WAYS * 2, PAIRS)])
@@ -131,19 +120,15 @@ def test_two_runs_have_the_same_bits(transport, world_size, dtype, rng):
 def test_plans_of_more_elements_than_32_bits_count(kind):
     """2^22 tokens of 8 heads x 128, 2^32 numbers, of which a window needs the last rows of each piece's neighbour."""
     tokens, world_size, heads, width = 2**22, 8, 8, 4096
-    layout, sizes = SequenceLayout(kind, tokens, world_size), RowBytes(4 * 128, 8 * 128)
-    problem = Problem(
-        ra.Pattern.parse(f"window:{width}"), layout, (((0, tokens),),), num_heads=heads, num_kv_heads=heads
-    )
-    pieces = (
-        world_size if kind == "contiguous" else 2 * world_size - 1
-    )  # In zigzag the last rank has two that are neighbours.
+    sizes = RowBytes(4 * 128, 8 * 128)
+    problem = problem_of(f"window:{width}", (kind, tokens, world_size), heads=(heads, heads))
+    # In zigzag the last rank has two pieces that are neighbours.
+    pieces = world_size if kind == "contiguous" else 2 * world_size - 1
     needed = (pieces - 1) * (width - 1) * heads
     for traffic in (ring_traffic, collective_traffic):
         moved = sum(traffic(problem, rank, sizes).forward.received for rank in range(world_size))
         assert moved == needed * sizes.row_bytes
-    call = ra.explain(
-        "exact", seq_len=tokens, world_size=world_size, num_heads=heads, head_dim=128, layout=kind, transport="ring"
-    )
+    sizes = {"seq_len": tokens, "world_size": world_size, "num_heads": heads, "head_dim": 128}
+    call = ra.explain("exact", **sizes, layout=kind, transport="ring")
     of_last = (world_size - 1) * (tokens // world_size) * heads * 2 * 128 * 2
     assert max(share.collective.forward.received for share in call.ranks) == of_last > 2**33

@@ -6,16 +6,13 @@ import torch
 from timing import Shape
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import hf_ring_attention as ra
-from hf_ring_attention.compute import cuda_kernels
 from hf_ring_attention.compute.binding import bind_own
 from hf_ring_attention.compute.cuda_kernels import CudaFlash
-from hf_ring_attention.plan.layouts import SequenceLayout
-from hf_ring_attention.plan.problem import Problem
 from hf_ring_attention.ring.engine import Execution, backward_pass, forward_pass
 from hf_ring_attention.transport.transports import LocalTransport
 from tests.operations import count_for_cuda
-from tests.support.cuda_operators import CheckedOperators, WithoutDeviceGuard
+from tests.support.cases import problem_of
+from tests.support.cuda_operators import WithoutDeviceGuard
 from tests.support.fused import needs_triton
 
 #: Forward and backward of a pyramid over 4096 tokens of 8 heads, with a tenth more than they are; on the busiest of 8 ranks,
@@ -40,13 +37,10 @@ def test_views_count():
 
 
 @pytest.mark.parametrize("pattern", ["exact", "window:512+4", "pyramid:64,3"])
-def test_operations_take_tensors_of_a_gpu(pattern, monkeypatch):
+def test_operations_take_tensors_of_a_gpu(pattern, checked_operators):
     """All operations of a call find their tensors on one device, in dtypes that they take; nothing is computed."""
-    layout = SequenceLayout("contiguous", 2048, 1)
-    documents = ((0, 2048),), ((0, 2048),)
-    problem = Problem(ra.Pattern.parse(pattern), layout, documents, num_heads=8, num_kv_heads=2)
-    checked = CheckedOperators(dtypes=(torch.bfloat16,))
-    monkeypatch.setattr(cuda_kernels, "aten", checked)
+    problem = problem_of(pattern, 2048, [[(0, 2048)]] * 2, (8, 2))
+    checked = checked_operators(torch.bfloat16)
     with FakeTensorMode(), WithoutDeviceGuard(), torch.no_grad():
         q, k, v = (torch.empty(2, 2048, n, 64, dtype=torch.bfloat16, device="cuda").transpose(1, 2) for n in (8, 2, 2))
         transport = LocalTransport(bind_own(problem, 0, q.device, CudaFlash.joining))

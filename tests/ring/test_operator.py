@@ -16,6 +16,9 @@ from tests.support.ranks import run_ranks
 from tests.support.tolerance import EXACT, distance
 
 OPERATORS = torch.ops.hf_ring_attention
+in_graphs = pytest.mark.skipif(
+    TorchVersion(torch.__version__) < TorchVersion("2.13"), reason="torch takes no objects as constants"
+)
 
 
 def tensors(tokens=12, dtype=torch.float64):
@@ -66,8 +69,17 @@ def test_torch_checks_the_operators_of_a_ring():
     run_ranks(_checked_on_a_ring, 2)
 
 
+def apart(functions, x, *scales):
+    """The largest distance of outputs and gradients of two functions."""
+    results = []
+    for function in functions:
+        out = function(*x, *scales)
+        results.append([out, *torch.autograd.grad(out.square().sum(), x)])
+    return max(map(distance, *results))
+
+
 def _in_one_graph(rank, world_size):
-    """[errors, compilations] of the function in a graph, over lengths, against the function itself."""
+    """Compares the function in a graph, over lengths, with the function itself."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     ring = ra.Ring(transport="ring") if world_size > 1 else None
@@ -75,55 +87,36 @@ def _in_one_graph(rank, world_size):
     def attend(q, k, v):
         return ra.ring_attention(1.5 * q, k, v, pattern="pyramid:4,2", ring=ring).sin()
 
-    call, counts = torch.compile(attend, fullgraph=True, dynamic=True, backend=counter), []
+    call = torch.compile(attend, fullgraph=True, dynamic=True, backend=counter)
     for tokens in (16, 24, 20, 36):
-        results = []
-        for function in (attend, call):
-            x = tensors(tokens)
-            out = function(*x)
-            results.append([out, *torch.autograd.grad(out.square().sum(), x)])
-        assert max(map(distance, *results)) <= EXACT
-        counts.append(counter.frame_count)
-    assert counts == [1] * 4
+        assert apart((attend, call), tensors(tokens)) <= EXACT
+        assert counter.frame_count == 1
 
 
-@pytest.mark.skipif(
-    TorchVersion(torch.__version__) < TorchVersion("2.13"), reason="torch takes no objects as constants"
-)
+@in_graphs
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_one_graph_holds_the_function(world_size):
     run_ranks(_in_one_graph, world_size, world_size)
 
 
-@pytest.mark.skipif(
-    TorchVersion(torch.__version__) < TorchVersion("2.13"), reason="torch takes no objects as constants"
-)
+@in_graphs
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_one_graph_holds_scales_that_change():
     """More of them than torch would compile anew."""
     torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-
-    pattern = ra.Pattern.window(4)
+    counter, pattern = CompileCounterWithBackend("aot_eager"), ra.Pattern.window(4)
 
     def attend(q, k, v, scale, softcap):
         return ra.ring_attention(1.5 * q, k, v, pattern=pattern, scale=scale, softcap=softcap).sin()
 
     call, x = torch.compile(attend, fullgraph=True, backend=counter), tensors()
     for number in range(12):
-        scales = 0.1 + 0.1 * number, 2.0 + number
-        results = []
-        for function in (attend, call):
-            out = function(*x, *scales)
-            results.append([out, *torch.autograd.grad(out.square().sum(), x)])
-        assert max(map(distance, *results)) <= EXACT
+        assert apart((attend, call), x, 0.1 + 0.1 * number, 2.0 + number) <= EXACT
     assert counter.frame_count <= 3
 
 
-@pytest.mark.skipif(
-    TorchVersion(torch.__version__) < TorchVersion("2.13"), reason="torch takes no objects as constants"
-)
+@in_graphs
 def test_graphs_keep_no_ring_alive():
     """Nor do the last runs of graphs, which wait for a backward pass, once others have come."""
     x = torch.randn(1, 2, 8, 4)

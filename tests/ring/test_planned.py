@@ -1,6 +1,5 @@
 """Planned calls are found by value: equal calls share a plan, and whatever decides a result makes another one."""
 
-import pytest
 import torch
 
 import hf_ring_attention as ra
@@ -8,6 +7,8 @@ from hf_ring_attention.plan.problem import HeldKeys, RingSettings
 from hf_ring_attention.ring.planned import planned_call
 from hf_ring_attention.ring.ring import Ring
 from tests.support.ranks import run_simulated
+from tests.support.refusals import refused
+from tests.support.training import tiny_llama
 
 LENGTH = 24
 
@@ -60,22 +61,16 @@ def test_equal_calls_share_a_plan():
     assert planned(ring, documents=rows) is planned(ring, documents=tuple(map(tuple, rows))) is not first
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_each_value_that_decides_a_call_makes_another_plan(name):
-    ring = Ring.alone()
-    first, other = planned(ring), planned(ring, **OTHERS[name])
-    assert first is not other and first.call != other.call
-    assert planned(ring) is first and planned(ring, **OTHERS[name]) is other
-
-
-def test_every_field_of_a_call_has_another_value():
-    """So that a new field gets a test: each of the changes above changes its field, and all fields are changed."""
+def test_each_value_that_decides_a_call_makes_another_plan():
+    """Each of the changes above changes its field, and all fields are changed, so that a new field gets a test."""
     ring, fields = Ring.alone(), set()
-    first = planned(ring).call
-    for changes in OTHERS.values():
-        other = planned(ring, **changes).call
-        fields |= {field for field in first._fields if getattr(first, field) != getattr(other, field)}
-    assert fields == {*first._fields} - {"outside"}  # Settings beside the call are tested below.
+    first = planned(ring)
+    for name, changes in OTHERS.items():
+        other = planned(ring, **changes)
+        assert first is not other and first.call != other.call, name
+        assert planned(ring) is first and planned(ring, **changes) is other, name
+        fields |= {field for field in first.call._fields if getattr(first.call, field) != getattr(other.call, field)}
+    assert fields == {*first.call._fields} - {"outside"}  # Settings beside the call are tested below.
 
 
 def test_the_world_outside_changes_between_two_calls(monkeypatch):
@@ -106,13 +101,13 @@ def test_the_world_outside_changes_between_two_calls(monkeypatch):
     assert torch.equal(attend(), fresh) and not torch.equal(before, fresh)
 
 
-def test_a_model_whose_pattern_changes_between_two_calls(tiny_model):
+def test_a_model_whose_pattern_changes_between_two_calls():
     """By `patch_config`, by a layer, and by an entry of the saved settings that is edited in place."""
-    model, ids = ra.patch_model(tiny_model(), "window:4+2").eval(), torch.arange(1, 33)[None]
+    model, ids = ra.patch_model(tiny_llama(None), "window:4+2").eval(), torch.arange(1, 33)[None]
 
     def checked():
         with torch.no_grad():
-            fresh = tiny_model()
+            fresh = tiny_llama(None)
             fresh.config.ring_dilated = model.config.ring_dilated
             return torch.equal(model(ids).logits, ra.patch_model(fresh).eval()(ids).logits)
 
@@ -125,13 +120,6 @@ def test_a_model_whose_pattern_changes_between_two_calls(tiny_model):
     assert checked()
 
 
-@pytest.fixture
-def tiny_model():
-    from tests.support.training import tiny_llama
-
-    return lambda: tiny_llama(None)
-
-
 def test_ranks_compare_calls_that_they_have_planned():
     """A repeated call beside another one is refused on both ranks, and the next equal calls go on."""
 
@@ -140,9 +128,8 @@ def test_ranks_compare_calls_that_they_have_planned():
         for pattern in ("window:4", "window:5", "window:4"):
             ra.ring_attention(q, q, q, pattern=pattern, ring=ring)
         for patterns in (("window:4", "window:5"), ("window:5", "window:6")):
-            with pytest.raises(ValueError, match="disagree on pattern") as refused:
-                ra.ring_attention(q, q, q, pattern=patterns[ring.rank], ring=ring)
-            errors.append(str(refused.value))
+            call = {"pattern": patterns[ring.rank], "ring": ring}
+            errors.append(refused("disagree on pattern", ra.ring_attention, q, q, q, **call))
         return errors, ra.ring_attention(q, q, q, pattern="window:4", ring=ring)
 
     (errors, first), (others, second) = run_simulated(calls, 2)

@@ -3,8 +3,8 @@
 import gc
 import itertools
 import threading
-import time
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -23,20 +23,24 @@ def threads_of_planners():
     return [thread for thread in threading.enumerate() if thread.name == planner.THREAD]
 
 
+def binding_after(act):
+    """Has `act()` called before a call is bound."""
+    local = planner.TRANSPORTS["local"]
+    patched = local._replace(bind=lambda *call: act() or local.bind(*call))
+    return mock.patch.dict(planner.TRANSPORTS, local=patched)
+
+
 class Calls:
     """Calls of attention on a ring of this process, and the threads in which their bindings are made."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self):
         self.ring, self.makers, self.error = ra.Ring.alone(), [], None
         self.q = torch.randn(1, 2, LENGTH, 8)
 
-        def bind(*call, bind_own=planner.TRANSPORTS["local"].bind):
-            self.makers.append(threading.current_thread())
-            if self.error is not None:
-                raise self.error
-            return bind_own(*call)
-
-        monkeypatch.setitem(planner.TRANSPORTS, "local", planner.TRANSPORTS["local"]._replace(bind=bind))
+    def bound(self):
+        self.makers.append(threading.current_thread())
+        if self.error is not None:
+            raise self.error
 
     def expect(self, documents, length=LENGTH):
         self.ring.planner.expect(ra.SequenceLayout("contiguous", length, 1), documents)
@@ -53,8 +57,10 @@ class Calls:
 
 
 @pytest.fixture
-def calls(monkeypatch):
-    return Calls(monkeypatch)
+def calls():
+    calls = Calls()
+    with binding_after(calls.bound):
+        yield calls
 
 
 def test_calls_find_what_was_made_ahead(calls):
@@ -62,10 +68,11 @@ def test_calls_find_what_was_made_ahead(calls):
     calls.expect(BATCHES[1])
     for number, documents in enumerate(BATCHES[:-2]):
         for pattern in ("window:4", "exact"):
-            alone = ra.ring_attention(*[calls.q] * 3, pattern=pattern, documents=documents, ring=ra.Ring.alone())
             calls.makers.clear()
-            assert torch.equal(calls.call(documents, pattern), alone)
+            found = calls.call(documents, pattern)
             assert calls.made_here() == (0 if number else 1)
+            alone = ra.ring_attention(*[calls.q] * 3, pattern=pattern, documents=documents, ring=ra.Ring.alone())
+            assert torch.equal(found, alone)
         calls.expect(BATCHES[number + 2])
         calls.ring.planner.wait()
     documents = (((0, 30),), ((2, 9), (9, 31)))  # a batch of another shape
@@ -109,41 +116,30 @@ def test_kinds_that_no_longer_come_are_forgotten(calls):
     assert calls.ring.bindings.nbytes_ahead == 0
 
 
-def test_a_call_waits_for_the_binding_under_way_and_counts_it():
-    calls = ra.Ring.alone()
-    q = torch.randn(1, 2, LENGTH, 8)
-    begun, go_on, makers = threading.Event(), threading.Event(), []
+def test_a_call_waits_for_the_binding_under_way_and_counts_it(calls):
+    begun, go_on = threading.Event(), threading.Event()
 
-    def bind(*call, bind_own=planner.TRANSPORTS["local"].bind):
-        makers.append(threading.current_thread().name)
-        if makers[-1] == planner.THREAD:
+    def wait():
+        if threading.current_thread().name == planner.THREAD:
             begun.set()
             assert go_on.wait(PROMPTLY)
-        return bind_own(*call)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(planner.TRANSPORTS, "local", planner.TRANSPORTS["local"]._replace(bind=bind))
-        layout = ra.SequenceLayout("contiguous", LENGTH, 1)
-        calls.planner.expect(layout, BATCHES[0])
-        ra.ring_attention(q, q, q, pattern="exact", ring=calls, documents=BATCHES[0])
-        calls.planner.expect(layout, BATCHES[1])
+    with binding_after(wait):
+        calls.expect(BATCHES[0])
+        calls.call(BATCHES[0])
+        calls.expect(BATCHES[1])
         assert begun.wait(PROMPTLY)
-        # Another plan is under way, and keeps no call that does not need it.
-        ra.ring_attention(q, q, q, pattern="exact", ring=calls, documents=BATCHES[2])
-        assert makers.count(planner.THREAD) == 1 and len(makers) == 3
-        calls.reset_traffic()
-        waiting = threading.Thread(
-            target=ra.ring_attention,
-            args=(q, q, q),
-            kwargs={"pattern": "exact", "ring": calls, "documents": BATCHES[1]},
-        )
+        calls.call(BATCHES[2])  # Another plan is under way, and keeps no call that does not need it.
+        assert [maker.name for maker in calls.makers].count(planner.THREAD) == 0 and len(calls.makers) == 2
+        calls.ring.reset_traffic()
+        waiting = threading.Thread(target=calls.call, args=(BATCHES[1],))
         waiting.start()
         waiting.join(0.1)
-        assert waiting.is_alive() and calls.traffic().planned_seconds == 0
+        assert waiting.is_alive() and calls.ring.traffic().planned_seconds == 0
         go_on.set()
         waiting.join(PROMPTLY)
-    assert len(makers) == 3
-    assert calls.traffic().planned_seconds > 0.05
+    assert [maker.name for maker in calls.makers].count(planner.THREAD) == 1 and len(calls.makers) == 3
+    assert calls.ring.traffic().planned_seconds > 0.05
 
 
 def test_an_error_of_planning_ahead_is_that_of_the_call_alone(calls, recwarn, capfd):
@@ -194,9 +190,8 @@ def test_simulated_ranks_plan_ahead(world_size, transport):
                 ring.planner.expect(layout, coming)
             ring.planner.wait()
             ready.append(len(ring.bindings._ahead))
-            out = ra.ring_attention(
-                shard, shard, shard, pattern="window:9", ring=ring, layout=layout, documents=documents
-            )
+            call = {"pattern": "window:9", "layout": layout, "documents": documents}
+            out = ra.ring_attention(shard, shard, shard, ring=ring, **call)
             outs.append(ring.unshard(out, layout, dim=2))
         return outs, ready
 
@@ -209,21 +204,18 @@ def test_simulated_ranks_plan_ahead(world_size, transport):
 
 def end_while_planning(connection):
     """Ends while the planner makes the first of many plans."""
-    begun = threading.Event()
+    begun, main, calls = threading.Event(), threading.main_thread(), Calls()
 
-    def bind(*call, bind_own=planner.TRANSPORTS["local"].bind):
+    def outlive():
         if threading.current_thread().name == planner.THREAD:
             begun.set()
-            while threading.main_thread().is_alive():
-                time.sleep(0.01)
+            main.join()
             connection.send("planned")
-        return bind_own(*call)
 
-    planner.TRANSPORTS["local"] = planner.TRANSPORTS["local"]._replace(bind=bind)
-    ring, q = ra.Ring.alone(), torch.randn(1, 2, LENGTH, 8)
+    binding_after(outlive).start()
     for documents in BATCHES:
-        ring.planner.expect(ra.SequenceLayout("contiguous", LENGTH, 1), documents)
-    ra.ring_attention(q, q, q, pattern="exact", ring=ring, documents=BATCHES[0])
+        calls.expect(documents)
+    calls.call(BATCHES[0])
     begun.wait()
     connection.send("done")
 
@@ -254,15 +246,22 @@ class OneCall:
         self.kept = bindings.of(of_size, name, numbers)
 
 
-@pytest.mark.parametrize("bound", [{"max_bytes": 64}, {"max_parts": 2 * (1 + PARTS_OF_A_CALL)}], ids=str)
-def test_the_oldest_goes_where_they_are_too_large_or_have_too_many_parts(bound):
+@pytest.mark.parametrize(
+    ("bound", "sizes", "kept", "nbytes"),
+    [
+        ({"max_bytes": 64}, (4, 4, 1), "bc", 40),
+        ({"max_parts": 2 * (1 + PARTS_OF_A_CALL)}, (4, 4, 1), "bc", 40),
+        ({"max_bytes": 8}, (9,), "a", 72),  # one that is too large is kept until the next
+        ({"max_bytes": 8}, (9, 1), "b", 8),
+    ],
+)
+def test_the_oldest_goes_where_they_are_too_large_or_have_too_many_parts(bound, sizes, kept, nbytes):
     planned, bindings = PlannedCalls(**bound), Bindings()
-    for name in "ab":
-        planned.keep(name, OneCall(bindings, name, 4))
-    assert planned.find("a") is not None and planned.nbytes == 64
-    planned.keep("c", OneCall(bindings, "c", 1))
-    assert planned.find("b") is not None and planned.nbytes == 40
-    assert planned.find("a") is None
+    for name, size in zip("abc", sizes):
+        planned.keep(name, OneCall(bindings, name, size))
+        assert planned.find(name) is not None
+    assert planned.nbytes == nbytes
+    assert "".join(name for name in "abc" if planned.find(name) is not None) == kept
 
 
 def test_calls_share_a_binding_which_counts_once():
@@ -306,11 +305,3 @@ def test_kinds_whose_rows_are_never_the_expected_ones_rest(calls):
         calls.call([[(0, 9)]], rows=calls.q[:, :, :9])
     calls.ring.planner.wait()
     assert calls.makers == [threading.current_thread()]
-
-
-def test_one_that_is_too_large_is_kept_until_the_next():
-    planned, bindings = PlannedCalls(max_bytes=8), Bindings()
-    planned.keep("a", OneCall(bindings, "a", 9))
-    assert planned.find("a") is not None and planned.nbytes == 72
-    planned.keep("b", OneCall(bindings, "b", 1))
-    assert planned.find("a") is None and planned.nbytes == 8

@@ -29,13 +29,10 @@ def check_round_trips(ring):
     for kind, length, dim in itertools.product(LAYOUTS, LENGTHS, DIMS):
         layout = ra.SequenceLayout(kind, length, ring.world_size)
         whole = row_of(length, dim)
-        where = f"{ring}, {layout}, dim {dim}"
-        local = ring.shard(whole, layout, dim=dim)
-        assert local.shape[dim] == layout.local_len, where
-        assert torch.equal(ring.unshard(local, layout, dim=dim), whole), where
-        # The same with other strides than a fresh tensor has.
-        local = ring.shard(strided(whole), layout, dim=dim)
-        assert torch.equal(ring.unshard(strided(local), layout, dim=dim), whole), where
+        for stored in (torch.Tensor.clone, strided):
+            local = ring.shard(stored(whole), layout, dim=dim)
+            assert local.shape[dim] == layout.local_len
+            assert torch.equal(ring.unshard(stored(local), layout, dim=dim), whole), f"{ring}, {layout}, dim {dim}"
     for kind, dtype in itertools.product(LAYOUTS, DTYPES):
         layout = ra.SequenceLayout(kind, 7, ring.world_size)
         whole = row_of(7, 1, dtype)

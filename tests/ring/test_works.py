@@ -1,6 +1,5 @@
 """The work of a rank: tiles that write their results, packed documents in place, and calls of few tiles."""
 
-import itertools
 import math
 from dataclasses import replace
 
@@ -9,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_ring_attention as ra
-from hf_ring_attention.compute import batched, cuda_kernels
+from hf_ring_attention.compute import batched
 from hf_ring_attention.compute.batched import BatchedTiles
 from hf_ring_attention.compute.binding import bind_own
 from hf_ring_attention.compute.cuda_kernels import CudaFlash
@@ -19,8 +18,8 @@ from hf_ring_attention.compute.rows import IndexRows
 from hf_ring_attention.ring import planned
 from hf_ring_attention.ring.engine import Execution, backward_pass, forward_pass
 from hf_ring_attention.transport.transports import LocalTransport
-from tests.support.cases import check_cases, random_case, with_heads
-from tests.support.cuda_operators import CheckedOperators, FlashAttention2
+from tests.support.cases import case_of, check_cases, check_simulated
+from tests.support.cuda_operators import FlashAttention2
 from tests.support.ranks import run_simulated
 from tests.support.tolerance import assert_exact
 
@@ -31,18 +30,15 @@ KERNELS = [CpuFlash(), Math(), CudaFlash()]
 
 
 @pytest.fixture
-def flash(monkeypatch):
+def flash(checked_operators):
     """FlashAttention for CUDA: its calls are checked, and computed in float64."""
-    operators = CheckedOperators(played_by=FlashAttention2, dtypes=(torch.float64,))
-    monkeypatch.setattr(cuda_kernels, "aten", operators)
-    return operators
+    return checked_operators(torch.float64, played_by=FlashAttention2)
 
 
-def case_of(rng, pattern, documents, causal=True, batch=1):
+def drawn_case(rng, pattern, documents, causal=True, batch=1):
     """A case of 40 tokens in which 2 query heads share a key/value head, with documents of each batch row."""
-    case = with_heads(rng, random_case(rng), 4, 2)
-    numbers = {"batch": batch, "seq_len": 40, "head_dim": 8, "value_dim": 8, "softcap": None, "scale": None}
-    return replace(case, pattern=ra.Pattern.parse(pattern), documents=documents, causal=causal, **numbers)
+    sizes = {"batch": batch, "sinks": rng.random() < 0.3, "seed": rng.randrange(2**31)}
+    return case_of(pattern, documents=documents, causal=causal, **sizes)
 
 
 def work_of(case, kernel):
@@ -50,9 +46,9 @@ def work_of(case, kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_tiles_that_share_no_query_write_their_results(kernel, flash, monkeypatch, rng):
+def test_tiles_that_share_no_query_write_their_results(kernel, flash, computed_by, rng):
     """Windows and exact documents write every row once; other patterns merge some tiles."""
-    monkeypatch.setattr(planned, "choose_kernel", lambda *_: kernel)
+    computed_by(kernel)
     for pattern, documents, direct in [
         ("window:5", None, True),
         ("window:5", [DOCUMENTS], True),
@@ -61,7 +57,7 @@ def test_tiles_that_share_no_query_write_their_results(kernel, flash, monkeypatc
         ("window:5+2", None, False),
         ("pyramid:4,2", [DOCUMENTS], False),
     ]:
-        case = case_of(rng, pattern, documents, batch=len(documents or [1]))
+        case = drawn_case(rng, pattern, documents, batch=len(documents or [1]))
         work = work_of(case, kernel)
         if isinstance(work, BatchedTiles):
             assert all(batch.fresh for batch in work.batches) == direct, pattern
@@ -71,7 +67,7 @@ def test_tiles_that_share_no_query_write_their_results(kernel, flash, monkeypatc
 
 def test_tiles_of_one_head_are_views_of_all_batch_rows(rng):
     """The stretches of a batch row end where the next row's begin."""
-    case = case_of(rng, "branches:segment=4,segment=2@count", None, batch=3)
+    case = drawn_case(rng, "branches:segment=4,segment=2@count", None, batch=3)
     case = replace(case, num_heads=1, num_kv_heads=1)
     assert all(batch.queries.is_view for batch in work_of(case, Math()).batches)
     check_cases(ra.Ring(), [case])
@@ -94,7 +90,7 @@ class Float32(TorchDispatchMode):
 def test_windows_need_no_float32_of_whole_rows(pattern, direct, rng):
     """Nor do sinks beside them; of three tiles that share queries, results are merged in float32."""
     heads, tokens = 16, 4096
-    case = replace(case_of(rng, pattern, None), seq_len=tokens, num_heads=heads, num_kv_heads=1)
+    case = replace(drawn_case(rng, pattern, None), seq_len=tokens, num_heads=heads, num_kv_heads=1)
     q, k, v, dout = (torch.randn(1, h, tokens, 8).bfloat16() for h in (heads, 1, 1, heads))
     execution = Execution(LocalTransport(work_of(case, CpuFlash())), CpuFlash(), 0.3)
     with Float32() as found:
@@ -131,38 +127,36 @@ def test_backward_copies_strided_queries_once():
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_packed_documents_are_one_call(causal, flash, monkeypatch, rng):
+def test_packed_documents_are_one_call(causal, flash, computed_by, rng):
     """On one device, and for the local keys of ranks that share documents; padding is a separate sequence."""
-    monkeypatch.setattr(planned, "choose_kernel", lambda *_: CudaFlash())
+    computed_by(CudaFlash())
     for rows in ([DOCUMENTS], [DOCUMENTS[:3]], [DOCUMENTS[2:], DOCUMENTS[:2]], [[(0, 40)], DOCUMENTS[:3]]):
-        case = case_of(rng, "exact", rows, causal, len(rows))
+        case = drawn_case(rng, "exact", rows, causal, len(rows))
         assert isinstance(work_of(case, CudaFlash()), PackedRow)
         check_cases(ra.Ring(), [case])
         assert [given["cum_seq_q"] is not None for _, given in flash.calls] == [True, True]
         flash.calls.clear()
-        run_simulated(lambda ring, case=case: check_cases(ring, [case]), 3, layout="documents", transport="ring")
+        check_simulated([case], 3, layout="documents", transport="ring")
         assert any(given["cum_seq_q"] is not None for _, given in flash.calls)
         flash.calls.clear()
 
 
 def test_other_tiles_are_not_packed_documents(rng):
     """One document a row needs no ends; keys that count twice, windows, groups of heads, and pieces of documents."""
-    for pattern, documents in [
-        ("exact", None),
-        ("window:5", [DOCUMENTS]),
-        ("branches:segment=64,segment=64@count", [DOCUMENTS]),
-        ("exact", [[(i, i + 1) for i in range(40)]]),
+    for pattern, documents, packed in [
+        ("exact", None, False),
+        ("window:5", [DOCUMENTS], False),
+        ("branches:segment=64,segment=64@count", [DOCUMENTS], False),
+        ("exact", [[(i, i + 1) for i in range(40)]], True),
     ]:
-        case = case_of(rng, pattern, documents)
-        assert isinstance(work_of(case, CudaFlash()), PackedRow) == (pattern == "exact" and documents is not None), (
-            pattern
-        )
-    assert work_of(case_of(rng, "exact", None, batch=2), CudaFlash()).takes_views
+        work = work_of(drawn_case(rng, pattern, documents), CudaFlash())
+        assert isinstance(work, PackedRow) == packed, (pattern, documents)
+    assert work_of(drawn_case(rng, "exact", None, batch=2), CudaFlash()).takes_views
 
 
-def test_packed_documents_take_rows_as_models_store_them(flash, monkeypatch):
+def test_packed_documents_take_rows_as_models_store_them(flash, computed_by):
     """The operator gets the very rows; padding that is not finite changes no other row."""
-    monkeypatch.setattr(planned, "choose_kernel", lambda *_: CudaFlash())
+    computed_by(CudaFlash())
     q, k, v = (torch.randn(2, 12, heads, 8, dtype=torch.float64).transpose(1, 2) for heads in (4, 2, 2))
     documents = [[(0, 5), (7, 12)], [(2, 12)]]
 
@@ -172,10 +166,9 @@ def test_packed_documents_take_rows_as_models_store_them(flash, monkeypatch):
         return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
 
     clean = results([q, k, v])
-    for (_, given), x in itertools.product(flash.calls, (q, k, v)):
-        assert x.untyped_storage()._cdata in {
-            given[name].untyped_storage()._cdata for name in ("query", "key", "value")
-        }
+    for _, given in flash.calls:
+        stored = [given[name].untyped_storage().data_ptr() for name in ("query", "key", "value")]
+        assert stored == [x.untyped_storage().data_ptr() for x in (q, k, v)]
     spoilt = [x.detach().clone() for x in (q, k, v)]
     for x in spoilt:
         x[0, :, 5:7], x[1, :, :2] = math.nan, math.inf
@@ -200,11 +193,11 @@ class Calls:
         return self.kernel.backward(dout, *others)
 
 
-def test_calls_take_few_tiles(flash, monkeypatch, rng):
+def test_calls_take_few_tiles(flash, computed_by, monkeypatch, rng):
     """At most as many as a kernel's grid has room for; each batch row is a separate tile."""
     calls = Calls(CudaFlash())
-    monkeypatch.setattr(planned, "choose_kernel", lambda *_: calls)
-    cases = [case_of(rng, pattern, None, batch=2) for pattern in ("pyramid:4,2", "longnet:8/1,16/2")]
+    computed_by(calls)
+    cases = [drawn_case(rng, pattern, None, batch=2) for pattern in ("pyramid:4,2", "longnet:8/1,16/2")]
     check_cases(ra.Ring(), cases)
     assert max(size[0] for size in calls.sizes) > 4
     calls.sizes.clear()

@@ -7,7 +7,6 @@ of one token, of few and of many, beams, batch rows that are repeated or chosen,
 
 import copy
 import random
-from contextlib import contextmanager
 from dataclasses import dataclass
 from unittest import mock
 
@@ -121,11 +120,6 @@ def build(case):
     return ra.patch_model(model, kernel=case.kernel)
 
 
-def whole_cache(case, model):
-    """One that keeps all rows, but for states of mixers."""
-    return DynamicCache(config=model.config.get_text_config()) if case.model_type in MIXERS else DynamicCache()
-
-
 class Run:
     """The calls of a case with one cache, and the logits of each."""
 
@@ -139,20 +133,16 @@ class Run:
     def piece(self, n):
         rows = len(self.ids)
         ids, mask = torch.randint(3, VOCAB, (rows, n), generator=self.generator), torch.ones(rows, n, dtype=torch.int64)
-        first = not self.mask.shape[1]
-        pads = torch.randint(0, n, (rows, 1), generator=self.generator)
-        at = torch.arange(n)
-        if self.case.padding == "left" and first:
+        pads, at = torch.randint(0, n, (rows, 1), generator=self.generator), torch.arange(n)
+        if self.case.padding == "left" and not self.mask.shape[1]:
             mask = (at >= pads).long()
         if self.case.padding == "right" and n > 1:  # and so padding inside of rows, once others follow
             mask = (at < n - pads).long()
         self.ids, self.mask = torch.cat([self.ids, ids], 1), torch.cat([self.mask, mask], 1)
         positions = (self.mask.cumsum(1) - 1).clamp_min(0)[:, -n:]
-        padded = None if self.mask.all() and self.case.seed % 2 else self.mask
-        out = self.model(
-            ids, attention_mask=padded, position_ids=positions, use_cache=True, **cache_argument(self.cache)
-        ).logits
-        self.logits.append(out[mask.bool()])
+        inputs = {"position_ids": positions, "use_cache": True, **cache_argument(self.cache)}
+        inputs["attention_mask"] = None if self.mask.all() and self.case.seed % 2 else self.mask
+        self.logits.append(self.model(ids, **inputs).logits[mask.bool()])
         self.last = n
 
     def happen(self, what, number):
@@ -202,15 +192,9 @@ class Run:
             self.cache.reorder_cache(torch.arange(len(ids)).repeat_interleave(rows))
         if way == "assisted":
             ways["assistant_model"] = assistant
+        ways |= {"return_dict_in_generate": True, "output_logits": True, **cache_argument(self.cache)}
         torch.manual_seed(self.case.seed)
-        output = self.model.generate(
-            ids,
-            attention_mask=mask,
-            return_dict_in_generate=True,
-            output_logits=True,
-            **cache_argument(self.cache),
-            **ways,
-        )
+        output = self.model.generate(ids, attention_mask=mask, **ways)
         self.logits.append(torch.stack(output.logits))
         self.tokens = output.sequences
 
@@ -228,30 +212,24 @@ class Run:
 REFUSALS = (ValueError, NotImplementedError, RuntimeError)
 
 
-@contextmanager
-def settings_of(case):
-    with mock.patch.object(pattern_layer, "FEW_QUERIES", case.few), torch.no_grad():
-        yield
-
-
 def run_cache_case(case):
     """Runs a case with both caches, and returns "equal" or "refused", if both refuse it."""
-    with settings_of(case), float64(case.dtype == torch.float64):
+    few, outcomes = mock.patch.object(pattern_layer, "FEW_QUERIES", case.few), []
+    with few, torch.no_grad(), float64(case.dtype == torch.float64):
         model = build(case)
         assistant = tiny_model(case.model_type, "eager", **copy.deepcopy(case.changes)).to(case.dtype)
-        try:
-            expected = Run(case, model, whole_cache(case, model)).all(assistant)
-        except REFUSALS as refused:
-            error = refused
-        else:
-            error = None
-        try:
-            found = Run(case, model, ra.PatternCache(model)).all(assistant)
-        except REFUSALS:
-            if error is None:
-                raise
-            return "refused"
-        assert error is None, f"a whole cache refuses it: {error!r}"
+        # A whole cache keeps all rows, but for states of mixers.
+        config = {"config": model.config.get_text_config()} if case.model_type in MIXERS else {}
+        for cache in (DynamicCache(**config), ra.PatternCache(model)):
+            try:
+                outcomes.append(Run(case, model, cache).all(assistant))
+            except REFUSALS as refused:
+                outcomes.append(refused)
+    expected, found = outcomes
+    refusals = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+    if len(refusals) == 2:
+        return "refused"
+    assert not refusals, f"only one of the caches refuses it: {outcomes}"
     pieces = sum(isinstance(step, int) for step in case.steps)
     bound = {torch.float64: EXACT, torch.float32: 2e-3, torch.bfloat16: 0.2}[case.dtype]
     for number, (x, y) in enumerate(zip(found.logits, expected.logits, strict=True)):

@@ -12,6 +12,7 @@ from hf_ring_attention.compute.reference import reference_attention
 from hf_ring_attention.plan.layouts import SequenceLayout, merged_pieces
 from hf_ring_attention.plan.problem import Problem
 from hf_ring_attention.transport import table
+from tests.support.ranks import run_simulated
 from tests.support.tolerance import allowed, largest
 
 #: All transports of several ranks; and those that take any numbers of heads (tests/ring/test_heads.py is about the other one).
@@ -76,6 +77,21 @@ def random_pieces(rng, seq_len, world_size, batch):
     return SequenceLayout("documents", seq_len, world_size, tuple(rows))
 
 
+def problem_of(pattern, layout, rows=None, heads=(1, 1), **more):
+    """A call in integers.
+
+    Args:
+        layout: a layout, its arguments, or the tokens of one rank.
+        rows: the documents of each batch row; None for one row of one document.
+        heads: query heads, and key/value heads.
+    """
+    pattern = ra.Pattern.parse(pattern) if isinstance(pattern, str) else pattern
+    if not isinstance(layout, SequenceLayout):
+        layout = SequenceLayout(*(layout if isinstance(layout, tuple) else ("contiguous", layout, 1)))
+    documents = tuple(map(tuple, [[(0, layout.seq_len)]] if rows is None else rows))
+    return Problem(pattern, layout, documents, num_heads=heads[0], num_kv_heads=heads[1], **more)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """An attention problem of whole sequences, the same on every rank.
@@ -87,19 +103,19 @@ class Case:
     """
 
     pattern: ra.Pattern
-    batch: int
-    seq_len: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    value_dim: int
-    causal: bool
-    documents: list | None
-    scale: float | None
-    softcap: float | None
-    sinks: bool
-    dtype: torch.dtype
-    seed: int
+    batch: int = 1
+    seq_len: int = 40
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 8
+    value_dim: int = 8
+    causal: bool = True
+    documents: list | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    dtype: torch.dtype = torch.float64
+    seed: int = 5
 
     @property
     def options(self):
@@ -114,9 +130,9 @@ class Case:
 
     def problem(self, layout, settings=None):
         """The same in integers, as plans are made of it."""
-        heads = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
         more = {} if settings is None else {"settings": settings}
-        return Problem(self.pattern, layout, tuple(map(tuple, self.rows)), causal=self.causal, **heads, **more)
+        heads = self.num_heads, self.num_kv_heads
+        return problem_of(self.pattern, layout, self.rows, heads, causal=self.causal, **more)
 
     @cached_property
     def tensors(self):
@@ -157,47 +173,48 @@ class Case:
         return [out.detach(), lse.detach(), *(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)]
 
 
+def case_of(text, **changes):
+    """The case of a pattern's text, with these changes of the usual sizes."""
+    return Case(pattern=ra.Pattern.parse(text), **changes)
+
+
 def random_cases(rng, count, dtype=torch.float64, max_len=40):
-    """With all that the ranks of a simulated ring share, which its threads would each compute at once."""
-    cases = [random_case(rng, dtype, max_len) for _ in range(count)]
-    for case in cases:
-        assert case.definition and case.rounding
-    return cases
+    return [random_case(rng, dtype, max_len) for _ in range(count)]
 
 
-def random_case(rng, dtype=torch.float64, max_len=40):
-    """Any case, with sequences of at most `max_len` tokens."""
-    num_kv_heads, head_dim, seq_len = rng.randint(1, 4), rng.choice([4, 7, 8, 16]), rng.randint(1, max_len)
-    batch = rng.randint(1, 3)
-    return Case(
-        pattern=random_pattern_of(rng, num_kv_heads),
-        batch=batch,
-        seq_len=seq_len,
-        num_heads=num_kv_heads * rng.randint(1, 3),
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        value_dim=rng.choice([head_dim, head_dim, 3, 9]),
-        causal=rng.random() < 0.6,
-        documents=random_documents(rng, batch, seq_len),
-        scale=rng.choice([None, 0.3]),
-        softcap=rng.choice([None, None, 1.5]),
-        sinks=rng.random() < 0.3,
-        dtype=dtype,
-        seed=rng.randrange(2**31),
-    )
+def random_case(rng, dtype=torch.float64, max_len=40, heads=None, **changes):
+    """Any case, with sequences of at most `max_len` tokens.
+
+    Args:
+        heads: query heads, and key/value heads; None for any.
+        changes: what is not drawn.
+    """
+    num_kv_heads, head_dim = rng.randint(1, 4), rng.choice([4, 7, 8, 16])
+    num_heads, num_kv_heads = heads or (num_kv_heads * rng.randint(1, 3), num_kv_heads)
+    batch, seq_len = changes.get("batch", rng.randint(1, 3)), changes.get("seq_len", rng.randint(1, max_len))
+    drawn = {
+        "pattern": random_pattern_of(rng, num_kv_heads),
+        "batch": batch,
+        "seq_len": seq_len,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "value_dim": rng.choice([head_dim, head_dim, 3, 9]),
+        "causal": rng.random() < 0.6,
+        "documents": random_documents(rng, batch, seq_len),
+        "scale": rng.choice([None, 0.3]),
+        "softcap": rng.choice([None, None, 1.5]),
+        "sinks": rng.random() < 0.3,
+        "dtype": dtype,
+        "seed": rng.randrange(2**31),
+    }
+    return Case(**{**drawn, **changes})
 
 
-def fitting_case(rng, ranks, dtype=torch.float64, max_len=40):
-    """A random case whose heads divide among the ranks: key/value heads for each of them, or one for several."""
+def fitting_heads(rng, ranks):
+    """Heads that divide among the ranks: key/value heads for each of them, or one for several."""
     num_kv_heads = rng.choice([n for n in range(1, 3 * ranks + 1) if 0 in (ranks % n, n % ranks)])
-    num_heads = max(ranks, num_kv_heads) * rng.choice([1, 2, 3])
-    return with_heads(rng, random_case(rng, dtype, max_len), num_heads, num_kv_heads)
-
-
-def with_heads(rng, case, num_heads, num_kv_heads):
-    """The case with these numbers of heads, and another pattern, since the case's may be for others."""
-    pattern = random_pattern_of(rng, num_kv_heads)
-    return replace(case, num_heads=num_heads, num_kv_heads=num_kv_heads, pattern=pattern)
+    return max(ranks, num_kv_heads) * rng.choice([1, 2, 3]), num_kv_heads
 
 
 def errors_of(ring, calls, layouts, device="cpu", attention=ra.ring_attention):
@@ -257,6 +274,23 @@ def check_cases(ring, cases, tolerance=None, device="cpu"):
     """Compares each case with the oracle on this ring, whose ranks all have the same cases."""
     for case in cases:
         check_calls(ring, [case], [ring.layout_for(case.seq_len, case.pattern, case.rows)], tolerance, device)
+
+
+def check_simulated(cases, world_size, settings=None, tolerance=None, device="cpu", **options):
+    """`check_cases` on simulated ranks.
+
+    Args:
+        settings: other values of the settings of the ring.
+        options: of the ring.
+    """
+    for case in cases:  # what ranks share, before their threads would each compute it
+        assert case.definition and case.rounding
+
+    def check(ring):
+        ring.settings = replace(ring.settings, **(settings or {}))
+        check_cases(ring, cases, tolerance, device)
+
+    run_simulated(check, world_size, **options)
 
 
 def check_calls(ring, calls, layouts, tolerance=None, device="cpu", attention=ra.ring_attention):

@@ -329,9 +329,8 @@ class EfficientAttention:
     @classmethod
     def _scaled_dot_product_efficient_attention(cls, q, k, v, bias, compute_lse, dropout, causal, scale):
         assert q.shape[1] == k.shape[1] == v.shape[1]
-        mask = cls.mask(bias, q, k)
         forward = cls.cpu._scaled_dot_product_flash_attention_for_cpu
-        return *forward(q, k, v, dropout, causal, attn_mask=mask, scale=scale), None, None
+        return *forward(q, k, v, dropout, causal, attn_mask=bias, scale=scale), None, None
 
     @classmethod
     def _scaled_dot_product_efficient_attention_backward(
@@ -339,21 +338,12 @@ class EfficientAttention:
     ):
         assert q.shape[1] == k.shape[1] == v.shape[1]
         assert lse.shape[-1] % 32 == 0
-        lse, mask = lse[..., : q.shape[2]].contiguous(), cls.mask(bias, q, k)
+        lse = lse[..., : q.shape[2]].contiguous()
         # The kernel finds the rows of out by the sizes of out, not by its stride (o_strideM() of kernel_backward.h).
         row_stride = out.shape[1] * out.shape[3]
         out = out.as_strided(out.shape, (*out.stride()[:2], row_stride, 1), out.storage_offset())
         backward = cls.cpu._scaled_dot_product_flash_attention_for_cpu_backward
-        return *backward(dout, q, k, v, out, lse, dropout, causal, attn_mask=mask, scale=scale), None
-
-    @staticmethod
-    def mask(bias, q, k):
-        """The operator asks for a bias of every tile and head whose rows are aligned, and reads it without copies."""
-        if bias is not None:
-            assert bias.shape == (*q.shape[:3], k.shape[2])
-            assert bias.stride()[:2] == (0, 0)
-            assert bias.stride(2) % 16 == 0
-        return bias
+        return *backward(dout, q, k, v, out, lse, dropout, causal, attn_mask=bias, scale=scale), None
 
 
 def parts(x, ends, longest):

@@ -1,10 +1,6 @@
 """The bytes of the tensors that exist while some operations run, on any device, torch's meta device included."""
 
-from __future__ import annotations
-
 import weakref
-from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,13 +14,12 @@ class LiveBytes(TorchDispatchMode):
         known: tensors that are not counted, nor are views of them.
     """
 
-    def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, known=()):
         super().__init__()
         self.now = self.peak = 0
-        self._known: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        self._known.update((x.untyped_storage(), None) for x in known)
+        self._known = weakref.WeakKeyDictionary((x.untyped_storage(), None) for x in known)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):
             storage = x.untyped_storage() if isinstance(x, torch.Tensor) else None
@@ -36,5 +31,5 @@ class LiveBytes(TorchDispatchMode):
             self.peak = max(self.peak, self.now)
         return out
 
-    def _freed(self, size: int) -> None:
+    def _freed(self, size):
         self.now -= size

@@ -4,15 +4,11 @@ python -m tests.survey              writes models.json and MODELS.md (make model
 python -m tests.survey llama qwen3  prints the results of these types, and writes nothing
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_ring_attention.hf.model_types import MIXERS
@@ -20,8 +16,7 @@ from hf_ring_attention.hf.models import ModelSupport
 from hf_ring_attention.hf.patch import patch_model
 from hf_ring_attention.hf.rows import documents_from_mask, first_position, rows_of_call
 from hf_ring_attention.hf.wrappers import runner_of
-from hf_ring_attention.ring.ring import Ring
-from tests.support.ranks import run_simulated
+from tests.support.ranks import on_ranks
 from tests.support.tiny_models import NOT_BUILT, VOCAB, tiny_model
 from tests.support.tolerance import EXACT, distance, gradients_distance, largest
 
@@ -45,7 +40,7 @@ class Errors(NamedTuple):
     gradients: float
 
 
-def batch(kind: str, first: int = 0) -> tuple[dict[str, Tensor], Tensor]:
+def batch(kind, first=0):
     """Returns inputs and labels: two rows of TOKENS tokens, the second padded, or one row of three documents.
 
     Args:
@@ -73,7 +68,7 @@ def batch(kind: str, first: int = 0) -> tuple[dict[str, Tensor], Tensor]:
     return inputs, ids.masked_fill(mask == 0, -100)
 
 
-def logits_and_gradients(model: PreTrainedModel, inputs: Mapping[str, Tensor], labels: Tensor) -> Answer:
+def logits_and_gradients(model, inputs, labels):
     """Returns the answer to whole sequences; its gradients come from the sum of the losses."""
     model.zero_grad()
     logits = model(**inputs, use_cache=False).logits
@@ -82,17 +77,16 @@ def logits_and_gradients(model: PreTrainedModel, inputs: Mapping[str, Tensor], l
     return Answer(logits.detach()[valid], {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
 
 
-def errors(answer: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> Errors:
+def errors(answer, expected):
     """Returns how far two answers are apart."""
     return Errors(distance(answer[0], expected[0]), gradients_distance(answer[1], expected[1]))
 
 
-def alone(model: PreTrainedModel, inputs: Mapping[str, Tensor], labels: Tensor) -> Answer:
+def alone(model, inputs, labels):
     """Returns the answer to packed or padded rows, from a separate forward pass for each document, without padding."""
     mask = inputs.get("attention_mask", torch.ones_like(labels))
     rows = rows_of_call(runner_of(model), labels, inputs).documents or documents_from_mask(mask)
-    logits: list[Tensor] = []
-    gradients: dict[str, Tensor] = {}
+    logits, gradients = [], {}
     for row, (start, stop) in ((row, span) for row, spans in enumerate(rows) for span in spans):
         document = {name: x[row : row + 1, start:stop] for name, x in inputs.items() if name != "attention_mask"}
         answer = logits_and_gradients(model, document, labels[row : row + 1, start:stop])
@@ -102,7 +96,7 @@ def alone(model: PreTrainedModel, inputs: Mapping[str, Tensor], labels: Tensor) 
     return Answer(torch.cat(logits), gradients)
 
 
-def over_ring(model: PreTrainedModel, ring: Ring, inputs: Mapping[str, Tensor], labels: Tensor) -> Answer:
+def over_ring(model, ring, inputs, labels):
     """Returns the answer to whole sequences of a model that is sharded over the ring; its gradients are the ranks' mean."""
     answer = logits_and_gradients(model, inputs, labels)
     return Answer(answer.logits, {n: torch.stack(ring.gather(x)).mean(0) for n, x in answer.gradients.items()})
@@ -117,22 +111,22 @@ class TypeModels:
         ranks: one for each of two simulated ranks.
     """
 
-    def __init__(self, model_type: str) -> None:
+    def __init__(self, model_type):
         self.model_type = model_type
 
     @cached_property
-    def eager(self) -> PreTrainedModel:
+    def eager(self):
         return tiny_model(self.model_type, "eager")
 
     @cached_property
-    def patched(self) -> PreTrainedModel:
+    def patched(self):
         return patch_model(tiny_model(self.model_type, "eager"))
 
     @cached_property
-    def ranks(self) -> tuple[PreTrainedModel, PreTrainedModel]:
+    def ranks(self):
         return tiny_model(self.model_type, "eager"), tiny_model(self.model_type, "eager")
 
-    def on_one_device(self, kind: str) -> Errors:
+    def on_one_device(self, kind):
         """Returns how far "ring_dilated" is from eager attention, which computes packed documents one by one.
 
         So it does rows of hybrid types, some of which let padding into their states.
@@ -142,29 +136,28 @@ class TypeModels:
         expected = (alone if one_by_one else logits_and_gradients)(self.eager, inputs, labels)
         return errors(logits_and_gradients(self.patched, inputs, labels), expected)
 
-    def on_two_ranks(self, kind: str, layout: str, transport: str) -> Errors:
+    def on_two_ranks(self, kind, layout, transport):
         """Returns how far two simulated ranks are from one device."""
         inputs, labels = batch(kind, first_position(runner_of(self.eager)))
         expected = logits_and_gradients(self.patched, inputs, labels)
-        models = self.ranks
 
-        def work(ring: Ring) -> Errors:
-            return errors(over_ring(patch_model(models[ring.rank], ring=ring), ring, inputs, labels), expected)
+        def work(ring, model):
+            return errors(over_ring(model, ring, inputs, labels), expected)
 
-        by_rank = run_simulated(work, 2, layout=layout, transport=transport)
+        by_rank = on_ranks(work, iter(self.ranks).__next__, layout=layout, transport=transport)
         return Errors(largest(error.logits for error in by_rank), largest(error.gradients for error in by_rank))
 
 
-def survey(model_type: str) -> ModelSupport:
+def survey(model_type):
     """Runs a tiny model of a type in float64 (`float64`), and returns the line of the table.
 
     Raises:
         AssertionError: its results differ from eager attention.
     """
-    names: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
     entry = partial(ModelSupport, model_type, names if isinstance(names, str) else names[0])
 
-    def refusal(run: Callable[..., Errors], *args: str) -> str | None:
+    def refusal(run, *args):
         """Returns the error of a run that refuses; None if it computes what eager attention does."""
         try:
             error = run(*args)

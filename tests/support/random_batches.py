@@ -246,9 +246,7 @@ def found_by(case: Case) -> Result | Refused:
     # Made here: in float64 other weights would be drawn, and in threads each others'.
     models = [build(case, "eager" if case.patched else "ring_dilated", case.dtype) for _ in range(count)]
     with float64(case.dtype == torch.float64):
-        if case.ring is None:
-            return result_of(case, models[0], None)
-        return found_on_ring(case, models)
+        return result_of(case, models[0], None) if case.ring is None else found_on_ring(case, models)
 
 
 def result_of(case, model, ring) -> Result | Refused:

@@ -2,7 +2,7 @@
 
 import importlib.util
 import inspect
-import random
+import itertools
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -70,7 +70,7 @@ class Batch:
         return [(row, start, stop) for row, runs in enumerate(self.documents) for start, stop in runs]
 
 
-def random_batch(rng: random.Random, first: int = 0, rows_only: bool = False) -> Batch:
+def random_batch(rng, first=0, rows_only=False):
     """A batch of any kind.
 
     Args:
@@ -315,7 +315,7 @@ def tokenizer(side):
 # ---- documents of batches
 
 
-def told_documents(batch: dict, first: int) -> list[list[tuple[int, int]]]:
+def told_documents(batch, first):
     """Per row the (start, stop) of its documents, token by token.
 
     Collators mark them by seq_idx or cu_seq_lens_q. Otherwise a document begins where positions go down, or where the first
@@ -338,20 +338,17 @@ def told_documents(batch: dict, first: int) -> list[list[tuple[int, int]]]:
         before, after = positions[row % len(positions), index - 1 : index + 1].tolist()
         return after != before + 1 if mask is None else after < before or after == before == first
 
-    rows = []
-    for row in range(size):
-        runs = []
-        for index in range(length):
-            if mask is not None and mask[row, index] == 0:
-                continue
-            if begins(row, index):
-                runs.append((index, index))
-            runs[-1] = runs[-1][0], index + 1
-        rows.append(runs)
+    rows = [[] for _ in range(size)]
+    for row, index in itertools.product(range(size), range(length)):
+        if mask is not None and mask[row, index] == 0:
+            continue
+        if begins(row, index):
+            rows[row].append((index, index))
+        rows[row][-1] = rows[row][-1][0], index + 1
     return rows
 
 
-def check_collator(batch: Batch, documents: list[Document]) -> None:
+def check_collator(batch, documents):
     """Raises AssertionError unless the batch holds these documents with their labels."""
     ids, labels = batch.inputs["input_ids"], batch.inputs["labels"]
     found = sorted(

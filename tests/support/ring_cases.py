@@ -1,6 +1,7 @@
-"""Whole cases of attention: tensors, the ring that shares them, and the number of calls; each from a separate number."""
+"""Whole cases of attention: tensors, the ring that shares them, the kernels, and the number of calls; each from a number."""
 
 import random
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -8,6 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import hf_ring_attention as ra
+from hf_ring_attention.compute.fused.settings import Settings
 from hf_ring_attention.compute.merge import accumulation_dtype
 from hf_ring_attention.plan.choices import decide_call
 from hf_ring_attention.plan.heads import group_size, heads_traffic
@@ -15,10 +17,14 @@ from hf_ring_attention.plan.layouts import SequenceLayout
 from hf_ring_attention.plan.problem import RingSettings
 from hf_ring_attention.plan.traffic import RowBytes, collective_traffic, ring_traffic
 
-from .cases import Case, check_calls, fitting_case, random_case, random_documents, random_pattern_of, random_pieces
+from .cases import Case, check_calls, fitting_heads, random_case, random_pieces
+from .fused import computed_by_fused, random_settings_of_kernels
 from .ranks import PROMPTLY, run_simulated
 
 DTYPES = (torch.float64, torch.float64, torch.float32, torch.bfloat16)
+#: The interpreter rounds products of bfloat16 wrongly, so that they are garbage.
+FUSED_DTYPES = (torch.float32, torch.float32, torch.float16)
+LAYOUTS = ("auto", "contiguous", "zigzag", "documents")
 LONGEST = 24  # tokens of a sequence
 WORLD_SIZES = (1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8)  # Large ones take more time each, so they come less often.
 PLANNED = {"ring": ring_traffic, "collective": collective_traffic, "heads": heads_traffic}
@@ -33,24 +39,30 @@ class RingCase:
         ring: the settings of the ring.
         pieces: the layout of each call, where the ring does not choose it.
         checkpointing: whether backward computes each call again.
+        kernels: the settings of the fused kernels that compute the calls; None for the kernels of the device.
     """
 
     calls: tuple[Case, ...]
     world_size: int
     ring: dict
     settings: RingSettings
-    pieces: tuple[SequenceLayout, ...] | None
-    checkpointing: bool
+    pieces: tuple[SequenceLayout, ...] | None = None
+    checkpointing: bool = False
+    kernels: Settings | None = None
 
     def run(self):
         """Compares outputs, log-sum-exps, all gradients and the bytes that each rank moves with the expected values.
+
+        Returns "equal", in float64, or "rounded".
 
         Raises:
             AssertionError: one of them is wrong.
         """
         for case in self.calls:  # what ranks share, before their threads would each compute it
             assert case.definition and case.rounded
-        run_simulated(self.check, self.world_size, timeout=PROMPTLY, **self.ring)
+        with nullcontext() if self.kernels is None else computed_by_fused(self.kernels):
+            run_simulated(self.check, self.world_size, timeout=PROMPTLY, **self.ring)
+        return "equal" if self.calls[0].dtype == torch.float64 else "rounded"
 
     def check(self, ring):
         """Does so on one rank."""
@@ -88,17 +100,28 @@ def draw_ring_case(seed: int) -> RingCase:
     rng = random.Random(seed)
     world_size, dtype = rng.choice(WORLD_SIZES), rng.choice(DTYPES)
     transport = rng.choice(["auto", "ring", "ring", "collective", "heads"] + ["local"] * (world_size == 1))
-    ring = {"layout": rng.choice(["auto", "contiguous", "zigzag", "documents"]), "transport": transport}
-    settings, case = random_settings(rng), random_case(rng, dtype, LONGEST)
+    ring = {"layout": rng.choice(LAYOUTS), "transport": transport}
+    settings, heads = random_settings(rng), None
     if transport == "heads":
         ring["heads"] = rng.choice([None, *(size for size in range(1, world_size + 1) if world_size % size == 0)])
         settings = replace(settings, heads=ring["heads"])
-        case = fitting_case(rng, ring["heads"] or world_size, dtype, LONGEST)
+        heads = fitting_heads(rng, ring["heads"] or world_size)
+    case, pieces = random_case(rng, dtype, LONGEST, heads), None
     calls = (case,) if rng.random() < 0.75 else (case, other_call(rng, case))
-    pieces = None
     if rng.random() < 0.15:
         pieces = tuple(random_pieces(rng, case.seq_len, world_size, case.batch) for _ in calls)
     return RingCase(calls, world_size, ring, settings, pieces, checkpointing=rng.random() < 0.25)
+
+
+def draw_fused_case(seed, world_sizes=(1, 1, 1, 1, 1, 1, 1, 2, 2, 3, 4, 8)):
+    """The case of a number by the fused kernels: small, since the interpreter takes a millisecond for each block of keys."""
+    rng = random.Random(seed)
+    world_size, num_kv_heads = rng.choice(world_sizes), rng.choice([1, 1, 2, 3])
+    heads, dtype = (num_kv_heads * rng.choice([1, 2, 3, 4]), num_kv_heads), rng.choice(FUSED_DTYPES)
+    case = random_case(rng, dtype, 32 if world_size == 1 else 20, heads, batch=rng.randint(1, 2))
+    transport = rng.choice(["local"] if world_size == 1 else ["auto", "ring", "ring", "collective"])
+    ring, settings = {"layout": rng.choice(LAYOUTS), "transport": transport}, random_settings(rng)
+    return RingCase((case,), world_size, ring, settings, kernels=random_settings_of_kernels(rng))
 
 
 def random_settings(rng):
@@ -111,7 +134,7 @@ def random_settings(rng):
 
 def other_call(rng, case):
     """One with the tensors of a case, which differs in all else."""
-    other = random_case(rng, case.dtype, case.seq_len)
-    documents = random_documents(rng, case.batch, case.seq_len)
-    changes = {name: getattr(other, name) for name in ("causal", "scale", "softcap")}
-    return replace(case, documents=documents, pattern=random_pattern_of(rng, case.num_kv_heads), **changes)
+    other = random_case(rng, heads=(case.num_heads, case.num_kv_heads), batch=case.batch, seq_len=case.seq_len)
+    return replace(
+        case, **{name: getattr(other, name) for name in ("documents", "pattern", "causal", "scale", "softcap")}
+    )

@@ -4,11 +4,6 @@ The config of a type is the default config of its class with small numbers, the 
 changes (`_CHANGES`).
 """
 
-from __future__ import annotations
-
-from typing import Any
-
-from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -18,7 +13,7 @@ from hf_ring_attention.cli.checks.tiny_models import EXPERTS, HEADS, VOCAB, WIDT
 CAUSAL_TYPES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 
 # Types without a tiny model, and the reasons.
-NOT_BUILT: dict[str, str] = {
+NOT_BUILT = {
     "gemma3n": "its vision tower needs timm",
     "gemma4_assistant": "attends to the keys and values of another model only",
     "gemma4_unified_assistant": "attends to the keys and values of another model only",
@@ -36,7 +31,7 @@ _QWEN4_EXP = {
     "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 4,
 }  # fmt: skip
 # Odd types need these changes besides, nested as their configs are.
-_CHANGES: dict[str, dict[str, Any]] = {
+_CHANGES = {
     "bamba": {"attn_layer_indices": [1]},  # The default lacks attention.
     "blt": {
         "encoder_hash_byte_group_size": [3], "encoder_hash_byte_group_vocab": VOCAB,
@@ -103,7 +98,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def tiny_config(model_type: str, **changes: Any) -> PretrainedConfig:
+def tiny_config(model_type, **changes):
     """Returns the config of a tiny model of the type, with changes to it, or to its text config where it has one."""
     default = CONFIG_MAPPING[model_type]()
     own = _CHANGES.get(model_type, {})
@@ -112,7 +107,7 @@ def tiny_config(model_type: str, **changes: Any) -> PretrainedConfig:
     return tiny(default, {**own, "text_config": {**own.get("text_config", {}), **changes}})
 
 
-def tiny_model(model_type: str, attn_implementation: str, **changes: Any) -> PreTrainedModel:
+def tiny_model(model_type, attn_implementation, **changes):
     """Returns the model of `tiny_config`, in evaluation mode and the default dtype; a config always has the same weights.
 
     The weights are so large that attention is far from uniform; a wrong key then shows. Norms keep their scales.

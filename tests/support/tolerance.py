@@ -18,12 +18,8 @@ program runs in float32 and in nothing else, it runs once more with every weight
 to its figures, the same program may do to them on another machine, or on two processes.
 """
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,13 +35,13 @@ _THREAD = threading.local()
 
 _DEFAULTS_LOCK = threading.Lock()
 #: The default dtype before any thread was in float64, and one entry for each thread that is.
-_DEFAULTS: list[torch.dtype] = []
+_DEFAULTS = []
 
 
 class _Float64ForFloat32(TorchFunctionMode):
     """A mode in which calls that ask for float32 get float64."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in (Tensor.backward, torch.autograd.backward, torch.autograd.grad, torch.nn.functional.cross_entropy):
             # Backward may compute layers again, and a loss its logits; this mode is off inside of calls.
@@ -59,12 +55,12 @@ class _Float64ForFloat32(TorchFunctionMode):
 class _Float64ForFloat32InOperations(TorchDispatchMode):
     """The same for the operations that calls are made of."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         return func(*_in_float64(func is torch.ops.aten.view.dtype, args, kwargs), **kwargs)
 
 
-def _in_float64(reads_bits: bool, args: Any, kwargs: dict[str, Any]) -> Any:
+def _in_float64(reads_bits, args, kwargs):
     """Returns the arguments with float64 for float32, and changes `kwargs`; not of views that read bits as another dtype."""
     if reads_bits:
         return args
@@ -74,7 +70,7 @@ def _in_float64(reads_bits: bool, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 @contextmanager
-def float64(on: bool = True) -> Iterator[None]:
+def float64(on=True):
     """Makes this thread compute and make models in float64 while the context lasts; `on=False` changes nothing.
 
     Threads that are started meanwhile must enter this context themselves.
@@ -100,18 +96,18 @@ def float64(on: bool = True) -> Iterator[None]:
                 torch.set_default_dtype(_DEFAULTS.pop())
 
 
-def is_float64() -> bool:
+def is_float64():
     """Returns whether this thread is inside `float64`."""
     return getattr(_THREAD, "float64", False)
 
 
-def distance(result: Tensor, expected: Tensor) -> float:
+def distance(result, expected):
     """Returns the largest difference, relative to the largest entry of `expected`."""
     result, expected = result.detach(), expected.detach()
     return float((result - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
 
 
-def largest(errors: Iterable[float]) -> float:
+def largest(errors):
     """Returns the largest error, or NaN if any is NaN: no bound allows NaN, and Python's max may pass it over."""
     return float(torch.tensor(list(errors)).max())
 
