@@ -114,8 +114,8 @@ def test_a_seeing_model_is_saved_with_its_pattern(tmp_path):
 def test_images_over_a_ring(model_type, images):
     inputs, labels = seen(model_type, images)
 
-    def make(ring):
-        return ra.patch_model(seeing(model_type), "window:6+2", ring=ring)
+    def make():
+        return ra.patch_model(seeing(model_type), "window:6+2")
 
     check_over_ring(make, lambda model: model(**inputs, labels=labels, use_cache=False), world_size=2)
     check_over_ring(make, lambda model: model(**inputs, use_cache=False), world_size=3, valid=inputs["attention_mask"])
