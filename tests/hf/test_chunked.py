@@ -12,12 +12,12 @@ from hf_ring_attention.hf.cache import cache_argument
 from hf_ring_attention.hf.config import warn_once
 from hf_ring_attention.hf.masks import ring_dilated_mask, tokens_of
 from hf_ring_attention.hf.rows import documents_from_mask
+from tests.hf.alike import assert_on_ranks, refused
 from tests.hf.test_generation import generate, prompt, same
 from tests.support.neighbours import check
-from tests.support.probe import TOKENS, alone, batch, distance, logits_and_gradients, over_ring
+from tests.support.probe import TOKENS, alone, batch, logits_and_gradients, over_ring
 from tests.support.ranks import on_ranks
 from tests.support.tiny_models import VOCAB, tiny_config, tiny_model
-from tests.support.tolerance import EXACT
 
 #: Temperatures change every 3 tokens.
 TUNED = {"floor_scale": 3}
@@ -38,62 +38,49 @@ def packed(*lengths):
     )
 
 
+def rows(kind):
+    """A batch, or a row of documents of these lengths."""
+    return batch(kind) if isinstance(kind, str) else packed(*kind)
+
+
 @pytest.mark.parametrize(
-    ("kind", "chunk"), [("plain", 1), ("plain", 7), ("left", 4), ("left", 40), ("right", 1), ("right", 7)]
+    ("kind", "changes", "expected_of"),
+    [
+        *(
+            (kind, {**TUNED, "attention_chunk_size": chunk}, logits_and_gradients)
+            for kind, chunks in {"plain": (1, 7), "left": (4, 40), "right": (1, 7)}.items()
+            for chunk in chunks
+        ),
+        # Transformers counts the chunks of packed rows from the row's first token: here these are of 6.
+        *(((6, 12, 2), changes, logits_and_gradients) for changes in (TUNED, UNTUNED)),
+        ((7, 9, 4), UNTUNED, alone),
+    ],
 )
-def test_one_device_equals_eager(kind, chunk):
-    changes, (inputs, labels) = {**TUNED, "attention_chunk_size": chunk}, batch(kind)
-    expected = logits_and_gradients(llama4(**changes), inputs, labels)
-    check(logits_and_gradients(llama4("ring_dilated", **changes), inputs, labels), expected)
-    check(logits_and_gradients(ra.patch_model(llama4(**changes)), inputs, labels), expected)
+def test_one_device_equals_eager(kind, changes, expected_of):
+    """Chunks of a packed document begin with it; a model that only names the implementation is patched by its call."""
+    inputs, labels = rows(kind)
+    expected = expected_of(llama4(**changes), inputs, labels)
+    for model in (llama4("ring_dilated", **changes), ra.patch_model(llama4(**changes))):
+        check(logits_and_gradients(model, inputs, labels), expected)
 
 
-def test_chunks_of_a_packed_document_begin_with_it():
-    inputs, labels = packed(7, 9, 4)
-    check(
-        logits_and_gradients(ra.patch_model(llama4(**UNTUNED)), inputs, labels),
-        alone(llama4(**UNTUNED), inputs, labels),
-    )
-
-
-@pytest.mark.parametrize("changes", [TUNED, UNTUNED])
-def test_packed_rows_equal_eager_where_its_chunks_begin_with_documents(changes):
-    """Transformers counts the chunks of packed rows from the row's first token: here these are of 6."""
-    inputs, labels = packed(6, 12, 2)
-    expected = logits_and_gradients(llama4(**changes), inputs, labels)
-    check(logits_and_gradients(ra.patch_model(llama4(**changes)), inputs, labels), expected)
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("kind", ["plain", "left", "right", "packed"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "documents"])
+@pytest.mark.parametrize("kind", ["plain", "left", "right", (7, 9, 4)])
 def test_a_ring_equals_one_device(kind, layout):
-    """Temperatures follow the positions in the whole row, also in a packed row."""
-    inputs, labels = packed(7, 9, 4) if kind == "packed" else batch(kind)
+    """Temperatures follow the positions in the whole row, in a packed row and where batch rows have other pieces too."""
+    inputs, labels = rows(kind)
     expected = logits_and_gradients(ra.patch_model(llama4(**TUNED)), inputs, labels)
-    for found in on_ranks(
-        lambda ring, model: over_ring(model, ring, inputs, labels),
-        lambda: llama4(**TUNED),
-        2 if (kind in ("left", "packed")) == (layout == "zigzag") else 3,
-        layout=layout,
-    ):
-        check(found, expected)
-
-
-def test_a_layout_made_for_documents_has_places_of_its_own():
-    """Other pieces in each batch row, each with the places of its tokens in its row."""
-    inputs, _ = batch("right")
-    expected = llama4(**TUNED)(**inputs, use_cache=False).logits.detach()
-
-    documents = documents_from_mask(inputs["attention_mask"] > 0)
 
     def work(ring, model):
-        layout = ring.layout_for(TOKENS, ra.Pattern.exact(), documents)
-        assert layout.kind == "documents" and layout.rows[0] != layout.rows[1]
-        with torch.no_grad():
-            return model(**inputs, use_cache=False).logits
+        if layout == "documents" and kind == "right":
+            documents = documents_from_mask(inputs["attention_mask"] > 0)
+            pieces = ring.layout_for(TOKENS, ra.Pattern.exact(), documents)
+            assert pieces.kind == "documents" and pieces.rows[0] != pieces.rows[1]
+        return over_ring(model, ring, inputs, labels)
 
-    for logits in on_ranks(work, lambda: llama4(**TUNED), 2, layout="documents"):
-        assert distance(logits[inputs["attention_mask"] > 0], expected[inputs["attention_mask"] > 0]) <= EXACT
+    world_size = 2 if (kind in ("left", (7, 9, 4))) == (layout == "zigzag") or layout == "documents" else 3
+    for found in on_ranks(work, lambda: llama4(**TUNED), world_size, layout=layout):
+        check(found, expected)
 
 
 WAYS = {
@@ -132,7 +119,7 @@ def test_a_sharded_cache_has_all_keys_of_a_chunk():
     def work(ring, model):
         return greedy(model, row, torch.ones_like(row), **cache_argument(ra.prefill(model, ids)))
 
-    assert all(same(found, expected) for found in on_ranks(work, lambda: llama4(**TUNED)))
+    assert_on_ranks(work, lambda: llama4(**TUNED), expected)
 
 
 def test_a_pattern_of_the_layer_itself():
@@ -146,8 +133,7 @@ def test_a_pattern_of_the_layer_itself():
         assert same(dropped, kept), text
     ra.patch_config(model.config, "window:5+1", layers=[0])
     said = r"layer 0 has the pattern window:5\+1, and its cache drops keys beyond .* 6 tokens"
-    with pytest.raises(ValueError, match=said):
-        greedy(model, ids, mask, **cache_argument(DynamicCache(config=model.config)))
+    refused(said, greedy, model, ids, mask, **cache_argument(DynamicCache(config=model.config)))
     whole = greedy(model, ids, mask, **cache_argument(DynamicCache()))
     assert same(greedy(model, ids, mask), whole)  # with a PatternCache
 

@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM, cache_utils, modeling_layers
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.config import warn_once
+from tests.hf.alike import assert_alike, logits, refused
 from tests.support.releases import at_least
 from tests.support.tiny_models import VOCAB, tiny_model, with_large_weights
 from tests.support.tolerance import EXACT, distance
@@ -41,8 +42,7 @@ def drafted(main):
         hidden = torch.randn(1, last - first, main.config.hidden_size, generator=generator, dtype=main.dtype)
         positions, mask = torch.arange(first + 1, last + 1)[None], torch.ones(1, last - first, dtype=torch.int64)
         with torch.no_grad():
-            _, logits, _ = drafts(ids(14)[:, first:last], hidden, mask, positions, mtp_cache=cache)
-        found.append(logits)
+            found.append(drafts(ids(14)[:, first:last], hidden, mask, positions, mtp_cache=cache)[1])
     return torch.cat(found)
 
 
@@ -102,9 +102,8 @@ def test_fewer_layers_keep_their_patterns(tmp_path):
     for one in (model, expected):
         one.model.layers = one.model.layers[:2]
         one.config.num_hidden_layers = 2
-    with torch.no_grad():
-        found = [one(ids(40)).logits for one in (loaded, model, expected)]
-    assert distance(found[0], found[2]) <= EXACT and distance(found[1], found[2]) <= EXACT
+    for one in (loaded, model):
+        assert_alike(logits(one, ids(40)), logits(expected, ids(40)))
 
 
 def test_a_layer_without_a_pattern_is_refused():
@@ -112,13 +111,11 @@ def test_a_layer_without_a_pattern_is_refused():
     model = ra.patch_model(tiny_model("llama", "eager", num_hidden_layers=3), PATTERN)
     model.config.ring_dilated = patched().config.ring_dilated
     del model.config.ring_dilated["layers"]["2"]
-    with pytest.raises(ValueError, match=r"expected a pattern for layer 2, found patterns for layers \[0, 1, 3\] only"):
-        model(ids())
+    refused(r"expected a pattern for layer 2, found patterns for layers \[0, 1, 3\] only", model, ids())
     one = tiny_model("llama", "eager", num_hidden_layers=3)
     ra.patch_config(one.config, "window:3", layers=[0])
     rest = ra.patch_model(tiny_model("llama", "eager", num_hidden_layers=3), ["window:3", "exact", "exact"])
-    with torch.no_grad():
-        assert torch.equal(ra.patch_model(one)(ids(40)).logits, rest(ids(40)).logits)
+    assert torch.equal(logits(ra.patch_model(one), ids(40)), logits(rest, ids(40)))
 
 
 @pytest.mark.skipif(not at_least("transformers", "5.23"), reason="this Transformers names its mixers otherwise")
@@ -126,5 +123,4 @@ def test_patterns_by_layer_of_layers_without_numbers_are_refused():
     """The layers of zamba share one attention, which took the pattern of all layers."""
     model = ra.patch_model(tiny_model("zamba", "eager"))
     ra.patch_config(model.config, "window:3", layers=[1, 3])
-    with pytest.raises(ValueError, match="ZambaAttention: expected one pattern for all layers, got patterns by layer"):
-        model(ids())
+    refused("ZambaAttention: expected one pattern for all layers, got patterns by layer", model, ids())

@@ -11,11 +11,13 @@ import hf_ring_attention as ra
 from hf_ring_attention.hf.rows import first_position
 from hf_ring_attention.hf.wrappers import runner_of
 
+from ..support.neighbours import built
 from ..support.probe import BATCHES, batch, distance
-from ..support.ranks import run_simulated
+from ..support.ranks import on_ranks
 from ..support.releases import skip_without
-from ..support.tiny_models import draw, tiny_config
+from ..support.tiny_models import tiny_config
 from ..support.tolerance import EXACT, largest
+from .alike import refused
 
 TYPES = (
     "albert", "bert", "distilbert", "electra", "eurobert", "gte", "jina_embeddings_v3", "modernbert", "nomic_bert",
@@ -26,14 +28,8 @@ TYPES = (
 def tiny_encoder(model_type):
     changes = {"is_decoder": False}
     if model_type == "albert":
-        changes["num_hidden_groups"] = 1
-        changes["embedding_size"] = 16
-    config = tiny_config(model_type, **changes)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModel.from_config(config, attn_implementation="eager", dtype=torch.get_default_dtype())
-    draw(model)
-    return model.eval()
+        changes |= {"num_hidden_groups": 1, "embedding_size": 16}
+    return built(AutoModel, tiny_config(model_type, **changes))
 
 
 def minilm():
@@ -74,11 +70,6 @@ def worst(found, expected):
     return largest(distance(f, e) for f, e in zip(found, expected) if e is not None)
 
 
-def sharded(model, inputs, valid, ring):
-    with torch.no_grad():
-        return states(ra.patch_model(model, ring=ring)(**inputs), valid)
-
-
 @pytest.mark.drawn
 @pytest.mark.parametrize("kind", BATCHES)
 @pytest.mark.parametrize("model_type", TYPES)
@@ -89,33 +80,32 @@ def test_tiny_encoders(model_type, kind):
     expected = expected_of(model, inputs, valid, kind)
     if kind == "left":
         expected = expected[0], None  # poolers read the first token, which is padding
-    with torch.no_grad():
-        assert worst(states(ra.patch_model(model)(**inputs), valid), expected) <= EXACT
-    models = [tiny_encoder(model_type) for _ in range(2)]
-    for layout in ("contiguous", "zigzag"):
-        found = run_simulated(lambda ring: sharded(models[ring.rank], inputs, valid, ring), 2, layout=layout)
-        assert largest(worst(states_, expected) for states_ in found) <= EXACT
+
+    @torch.no_grad()
+    def work(ring, model):
+        return worst(states(model(**inputs), valid), expected)
+
+    for world_size, layout in ((1, "auto"), (2, "contiguous"), (2, "zigzag")):
+        assert largest(on_ranks(work, lambda: tiny_encoder(model_type), world_size, layout=layout)) <= EXACT
 
 
 @pytest.mark.parametrize(
     ("model_type", "reason"), [("mobilebert", "together with its neighbours"), ("fnet", "no attention")]
 )
 def test_encoders_that_mix_tokens_outside_of_attention(model_type, reason):
-    with pytest.raises(NotImplementedError, match=reason):
-        run_simulated(lambda ring: ra.patch_model(tiny_encoder(model_type), ring=ring), 2)
+    refused(reason, on_ranks, lambda ring, model: None, lambda: tiny_encoder(model_type), error=NotImplementedError)
 
 
 def test_a_sharded_model_that_never_attends():
     """The gate of attention never sees it: its shards would be computed as separate rows."""
 
-    def work(ring):
-        model = ra.patch_model(tiny_encoder("bert"), ring=ring)
+    def work(ring, model):
         for layer in model.encoder.layer:
             layer.attention.self.forward = lambda hidden_states, *args, **kwargs: (hidden_states, None)
         model(input_ids=torch.ones(1, 8, dtype=torch.long))
 
-    with pytest.raises(RuntimeError, match="no layer of BertModel attended by ring_dilated"):
-        run_simulated(work, 2, layout="contiguous")
+    said = "no layer of BertModel attended by ring_dilated"
+    refused(said, on_ranks, work, lambda: tiny_encoder("bert"), layout="contiguous", error=RuntimeError)
 
 
 def test_the_real_minilm():

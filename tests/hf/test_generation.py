@@ -1,6 +1,7 @@
 """Generation: the tokens of eager attention, each step a row of the oracle, and no key touched that no query sees."""
 
 import itertools
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -14,7 +15,9 @@ from hf_ring_attention.compute.reference import reference_attention
 from hf_ring_attention.hf.cache import cache_argument, cache_in
 from hf_ring_attention.plan.problem import HeldKeys
 from hf_ring_attention.transport.agreement import digest
+from tests.hf.alike import assert_on_ranks, refused
 from tests.support.cached import cached_attention
+from tests.support.cases import random_case, random_pattern
 from tests.support.probe import distance
 from tests.support.ranks import on_ranks
 from tests.support.tiny_models import VOCAB, tiny_model
@@ -96,40 +99,22 @@ def test_steps_with_a_cache_are_those_of_the_whole_row(model_type, pattern):
 
 def test_a_step_is_a_row_of_the_oracle(rng):
     """Of 25 random problems: held keys in float64, output and gradients."""
-    generator = torch.Generator().manual_seed(rng.randrange(2**31))
-    seed = generator.initial_seed()
-
-    def choose(options):
-        return options[int(torch.randint(len(options), (), generator=generator))]
-
-    for case in range(25):
-        n, (heads, kv_heads) = choose(range(1, 30)), choose([(4, 2), (4, 4), (2, 1)])
-        new, unwritten, causal = choose(range(1, n + 1)), choose(range(4)), choose([True, True, False])
-        last = ra.Pattern((ra.Sink(1), ra.Window(4), ra.Last(new if new < n else choose(range(1, n + 1)))))
-        pattern = choose(
-            [ra.Pattern.exact(), ra.Pattern((ra.Window(5),)), last, PATTERNS["pyramid"], PATTERNS["longnet"]]
-        )
-        softcap = choose([None, 2.0])
-        q, k, v = (
-            torch.randn(2, h, n, d, dtype=torch.float64, generator=generator).requires_grad_()
-            for h, d in ((heads, 8), (kv_heads, 8), (kv_heads, 6))
-        )
-        sinks = (
-            torch.randn(heads, dtype=torch.float64, generator=generator).requires_grad_() if choose([0, 1]) else None
-        )
-        options = {"pattern": pattern, "documents": [[(0, n)], [(n // 3, n)]], "causal": causal, "softcap": softcap}
-        expected, _ = reference_attention(q, k, v, sinks=sinks, **options)
-        expected = expected[:, :, n - new :]
+    for _ in range(25):
+        case = replace(random_case(rng, max_len=30), pattern=random_pattern(rng))
+        n, unwritten = case.seq_len, rng.randrange(4)
+        case = replace(case, documents=[[(0, n)], *[[(n // 3, n)]] * (case.batch - 1)])
+        # Pieces behind a cache have as many queries at most as see every key.
+        last = [branch.tokens for branch in case.pattern.branches if isinstance(branch, ra.Last)]
+        new = rng.choice([n, rng.randint(1, min([n, *last]))])
+        *whole, grad, sinks = case.tensors
+        inputs = [x.requires_grad_() for x in (*whole, sinks) if x is not None]
+        (q, k, v), grad = whole, grad[:, :, n - new :]
+        expected = reference_attention(q, k, v, sinks=sinks, **case.options)[0][:, :, n - new :]
         keys, values = (torch.nn.functional.pad(x, (0, 0, 0, unwritten), value=9.0) for x in (k, v))
         held = HeldKeys.whole(n, new, n + unwritten)
-        out = cached_attention(q[:, :, n - new :], keys, values, held=held, sinks=sinks, **options)
-        grad = torch.randn(out.shape, dtype=torch.float64, generator=generator)
-        inputs = [x for x in (q, k, v, sinks) if x is not None]
-        pairs = zip(
-            [out, *torch.autograd.grad(out, inputs, grad)], [expected, *torch.autograd.grad(expected, inputs, grad)]
-        )
-        for found, wanted in pairs:
-            assert float((found - wanted).detach().abs().max()) <= 1e-11, f"seed {seed}, case {case}: {options}"
+        found = cached_attention(q[:, :, n - new :], keys, values, held=held, sinks=sinks, **case.options)
+        pairs = zip(*((out, *torch.autograd.grad(out, inputs, grad)) for out in (found, expected)))
+        assert max(float((x - y).detach().abs().max()) for x, y in pairs) <= 1e-11, f"{new} new tokens of {case}"
 
 
 def test_a_step_touches_only_visible_keys(monkeypatch):
@@ -158,10 +143,9 @@ def test_a_sliding_cache_with_a_pattern_that_reaches_further():
     model = ra.patch_model(tiny_model("mistral", "eager"))
     ra.patch_config(model.config, PATTERNS["pyramid"], layers=[1])
     ids, mask = prompt(padded=False)
-    with pytest.raises(
-        ValueError, match=r"MistralAttention: layer 1 .*drops keys beyond .* 6 tokens: .*DynamicCache\(\)"
-    ):
-        generate(model, ids, mask, do_sample=False, **cache_argument(DynamicCache(config=model.config)))
+    said = r"MistralAttention: layer 1 .*drops keys beyond .* 6 tokens: .*DynamicCache\(\)"
+    dropping = cache_argument(DynamicCache(config=model.config))
+    refused(said, generate, model, ids, mask, do_sample=False, **dropping)
     expected = generate(model, ids, mask, do_sample=False, use_cache=False)
     assert same(generate(model, ids, mask, do_sample=False), expected)  # with a PatternCache
     assert same(generate(model, ids, mask, do_sample=False, **cache_argument(DynamicCache())), expected)
@@ -170,12 +154,10 @@ def test_a_sliding_cache_with_a_pattern_that_reaches_further():
 def test_what_steps_refuse():
     attention, layer = ALL_ATTENTION_FUNCTIONS["ring_dilated"], llama().model.layers[0].self_attn
     q, k = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 20, 8)
-    with pytest.raises(ValueError, match=r"LlamaAttention: the mask has 3 tokens, for 3 query and 20 key tokens"):
-        attention(layer, q, k, k, torch.ones(1, 3))
-    with pytest.raises(
-        NotImplementedError, match=r"LlamaAttention: 3 query tokens for 20 key tokens without causality"
-    ):
-        attention(layer, q, k, k, None, is_causal=False)
+    said = r"LlamaAttention: the mask has 3 tokens, for 3 query and 20 key tokens"
+    refused(said, attention, layer, q, k, k, torch.ones(1, 3))
+    said = r"LlamaAttention: 3 query tokens for 20 key tokens without causality"
+    refused(said, attention, layer, q, k, k, None, is_causal=False, error=NotImplementedError)
 
 
 # ---- on a ring
@@ -241,8 +223,7 @@ def wrong_calls(rank):
         (lambda: ra.prefill(model, ids[0]), r"input_ids must be \[batch, tokens\], like the mask, got \(17,\)"),
         (lambda: cache.crop(-1), "a sharded cache keeps the 17 tokens it was filled with"),
     ):
-        with pytest.raises(ValueError, match=message):
-            call()
+        refused(message, call)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -268,16 +249,13 @@ def test_sharded_keys_of_odd_types(model_type):
                 assert same(generate(model, whole, rows, **cache_argument(cache), do_sample=False), expected)
                 cache.crop(PROMPT - cache.get_seq_length())
         if model_type == "whisper":
-            with pytest.raises(
-                ValueError, match="takes no position_ids, so its generate would number padded rows differently"
-            ):
-                ra.prefill(model, ids, prompt()[1])
-        with pytest.raises(ValueError, match=r"make another one with ra\.prefill"):
-            cache.reset()
+            said = "takes no position_ids, so its generate would number padded rows differently"
+            refused(said, ra.prefill, model, ids, prompt()[1])
+        refused(r"make another one with ra\.prefill", cache.reset)
         hole = rows.clone()
         hole[:, 9] = ring.rank
-        with pytest.raises(ValueError, match=r"padding inside a document|refused the call"):
-            model(whole[:, PROMPT:], attention_mask=hole, **cache_argument(cache))
+        said = r"padding inside a document|refused the call"
+        refused(said, model, whole[:, PROMPT:], attention_mask=hole, **cache_argument(cache))
 
     on_ranks(work, lambda: tiny_model(model_type, "eager"))
 
@@ -285,16 +263,9 @@ def test_sharded_keys_of_odd_types(model_type):
 # ---- steps on top of a sharded cache, however their tensors lie in memory
 
 
-LONGROPE = {
-    "original_max_position_embeddings": 20,
-    "rope_parameters": {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "short_factor": [1.0] * 4,
-        "long_factor": [4.0, 3.0, 2.0, 1.0],
-        "original_max_position_embeddings": 20,
-    },
-}
+FACTORS = {"short_factor": [1.0] * 4, "long_factor": [4.0, 3.0, 2.0, 1.0]}
+LENGTH = {"original_max_position_embeddings": 20}
+LONGROPE = {**LENGTH, "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **FACTORS, **LENGTH}}
 
 
 def tokens(count, batch=1, seed=1):
@@ -323,10 +294,12 @@ def test_a_question_without_its_document_is_refused():
 
     def work(ring, model):
         cache = ra.prefill(model, document)
-        with pytest.raises(ValueError, match=r"the cache holds 17 tokens, .*torch\.cat\(\[document, question\], 1\)"):
-            greedy(model, question, **cache_argument(cache))
-        with pytest.raises(ValueError, match=r"an attention_mask has 17 \+ 4 = 21, not 4"):
-            model(question, attention_mask=torch.ones_like(question), **cache_argument(cache))
+        said = r"the cache holds 17 tokens, .*torch\.cat\(\[document, question\], 1\)"
+        refused(said, greedy, model, question, **cache_argument(cache))
+        mask = torch.ones_like(question)
+        refused(
+            r"an attention_mask has 17 \+ 4 = 21, not 4", model, question, attention_mask=mask, **cache_argument(cache)
+        )
 
     on_ranks(work, llama)
 
@@ -336,16 +309,15 @@ def test_a_generation_that_gives_up_its_cache_goes_on_with_whole_rows():
     whole = torch.cat([document, question], 1)
     one = ra.patch_model(tiny_model("phi3", "eager", **LONGROPE))
     longer = torch.cat([tokens(25, seed=3), question], 1)
-    expected = greedy(one, whole), greedy(one, longer)
+    expected = [greedy(one, row) for row in (whole, longer)]
 
     def work(ring, model):
-        cache = ra.prefill(model, document)
-        assert torch.equal(greedy(model, whole, **cache_argument(cache)), expected[0])
-        assert cache.get_seq_length() == 20
-        cache = ra.prefill(model, longer[:, :25])
-        assert torch.equal(greedy(model, longer, **cache_argument(cache)), expected[1])
+        caches = ra.prefill(model, document), ra.prefill(model, longer[:, :25])
+        found = [greedy(model, row, **cache_argument(cache)) for row, cache in zip((whole, longer), caches)]
+        assert caches[0].get_seq_length() == 20
+        return found
 
-    on_ranks(work, lambda: tiny_model("phi3", "eager", **LONGROPE))
+    assert_on_ranks(work, lambda: tiny_model("phi3", "eager", **LONGROPE), expected)
 
 
 def test_strided_tokens_are_prefilled_and_stepped():
@@ -357,29 +329,25 @@ def test_strided_tokens_are_prefilled_and_stepped():
     # Transformers did not always give chunks after a cache the mask of all tokens.
     chunked = greedy(eager, row, **cache_argument(cache_in(eager(document, use_cache=True))), **chunks)
 
-    def work(ring, model):
-        found = []
-        for options in ({}, chunks)[: 2 if torch.equal(chunked, expected) else 1]:
-            cache = ra.prefill(model, document)
-            found.append(greedy(model, row, **cache_argument(cache), **options))
-        return found
+    for options in ({}, chunks)[: 2 if torch.equal(chunked, expected) else 1]:
 
-    for found in on_ranks(work, llama):
-        assert all(torch.equal(x, expected) for x in found)
+        def work(ring, model, options=options):
+            return greedy(model, row, **cache_argument(ra.prefill(model, document)), **options)
+
+        assert_on_ranks(work, llama, expected)
 
 
-def test_generation_without_a_cache_over_a_ring():
-    """Each step computes the whole row again, and the ranks share it."""
+@pytest.mark.parametrize("pattern", ["exact", "window:6+2"])
+def test_generation_over_a_ring(pattern):
+    """Without a cache each step computes the whole row again, and the ranks share it; with one, every rank computes all."""
     ids, mask = prompt()
-    expected = generate(llama(), ids, mask, use_cache=False, do_sample=False)
+    expected = generate(ra.patch_model(llama(), pattern), ids, mask, do_sample=False)
 
     def work(ring, model):
         assert cache_in(model(ids)) is None, "a refusal that names the remedy"
-        return generate(model, ids, mask, use_cache=False, do_sample=False)
+        return [generate(model, ids, mask, do_sample=False, **way) for way in ({"use_cache": False}, {})]
 
-    for found in on_ranks(work, llama):
-        assert torch.equal(found.sequences, expected.sequences)
-        assert distance(found.logits, expected.logits) <= EXACT
+    assert_on_ranks(work, lambda: ra.patch_model(llama(), pattern), [expected, expected])
 
 
 @pytest.mark.parametrize(
@@ -391,5 +359,5 @@ def test_a_collator_that_describes_one_document_a_row(told):
     ids = ids[: 1 if "cu_seq_lens_q" in told else None]
     assert torch.equal(greedy(model, ids, **told), greedy(llama(), ids))
     packed = {"seq_idx": torch.arange(PROMPT).ge(4).int().expand(3, -1), "cu_seq_lens_q": torch.tensor([0, 4, PROMPT])}
-    with pytest.raises(ValueError, match="describe packed rows, which have no cache: pass use_cache=False"):
-        greedy(model, ids, **{name: packed[name] for name in told})
+    said = "describe packed rows, which have no cache: pass use_cache=False"
+    refused(said, greedy, model, ids, **{name: packed[name] for name in told})

@@ -1,5 +1,7 @@
 """Heads that classify rows or tokens, and outputs that need whole sequences: as under eager attention, or refused."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import (
@@ -13,9 +15,10 @@ from transformers import (
 )
 
 import hf_ring_attention as ra
+from tests.support.neighbours import built
 from tests.support.probe import LOGITS, batch, distance
 from tests.support.ranks import on_ranks
-from tests.support.tiny_models import VOCAB, draw, tiny_config
+from tests.support.tiny_models import VOCAB, tiny_config
 from tests.support.tolerance import largest
 
 pytestmark = pytest.mark.usefixtures("calls")
@@ -48,11 +51,7 @@ def test_outputs_that_mix_the_tokens_of_a_row(name):
     inputs["input_ids"] = ids
 
     def make():
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # biases that begin next to 0 are drawn by the model
-            model = model_class._from_config(config, attn_implementation="eager", dtype=torch.get_default_dtype())
-            draw(model)
-        return model.eval()
+        return built(SimpleNamespace(from_config=model_class._from_config), config)
 
     with torch.no_grad():
         expected = make()(**inputs)[output]

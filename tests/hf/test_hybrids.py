@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -18,10 +19,11 @@ from hf_ring_attention.hybrids import models as hybrid_models
 from hf_ring_attention.hybrids.models import mixers_of
 
 from ..support.probe import BATCHES, TOKENS, alone, batch, distance, errors, over_ring
-from ..support.ranks import on_ranks, run_simulated
+from ..support.ranks import on_ranks
 from ..support.releases import needs_mixers
 from ..support.tiny_models import tiny_model
 from ..support.tolerance import EXACT, largest
+from .alike import assert_on_ranks, refused
 
 pytestmark = needs_mixers
 
@@ -33,24 +35,29 @@ KINDS = ["lfm2", "qwen3_next", "kimi_linear", "bamba", "jamba", "minimax"]
 ALL_TYPES = [name if name in KINDS else pytest.param(name, marks=pytest.mark.slow) for name in TYPES]
 
 
-def errors_over_rings(models, kind, expected, world_size, **settings):
+def make(model_type):
+    return partial(tiny_model, model_type, "eager")
+
+
+def errors_over_rings(model_type, kind, expected, world_size, change=lambda model: model, **settings):
     """The errors of logits and of gradients on each rank."""
-
-    def work(ring):
-        return errors(over_ring(ra.patch_model(models[ring.rank], ring=ring), ring, *batch(kind)), expected)
-
-    return run_simulated(work, world_size, **settings)
+    return on_ranks(
+        lambda ring, model: errors(over_ring(model, ring, *batch(kind)), expected),
+        lambda: change(tiny_model(model_type, "eager")),
+        world_size,
+        **settings,
+    )
 
 
 @pytest.mark.drawn
 @pytest.mark.parametrize("model_type", ALL_TYPES)
 def test_states_pass_along_rings(model_type):
     """Eight ranks have two or three tokens each, fewer than a convolution reaches back."""
-    eager, models = tiny_model(model_type, "eager"), [tiny_model(model_type, "eager") for _ in range(8)]
+    eager = tiny_model(model_type, "eager")
     for number, kind in enumerate(BATCHES):
         expected = alone(eager, *batch(kind))
         world_size, layout = (3, 8)[number % 2], ("zigzag", "contiguous")[number // 2]
-        found = errors_over_rings(models, kind, expected, world_size, layout=layout)
+        found = errors_over_rings(model_type, kind, expected, world_size, layout=layout)
         assert largest(map(max, found)) <= EXACT, (world_size, kind, layout)
 
 
@@ -60,10 +67,9 @@ def test_float32_over_a_ring_is_as_near_as_on_one_process(model_type):
     """To float64: the recurrences of some models lose two more digits than 1e-5 leaves, on one process as well."""
     eager = tiny_model(model_type, "eager").float()
     exact = copy.deepcopy(eager).double()
-    models = [tiny_model(model_type, "eager").float() for _ in range(2)]
     expected, found = (alone(model, *batch("packed")) for model in (exact, eager))
     bounds = [max(1e-5, 8 * error) for error in errors(found, expected)]
-    for of_rank in errors_over_rings(models, "packed", expected, 2):
+    for of_rank in errors_over_rings(model_type, "packed", expected, 2, change=torch.nn.Module.float):
         assert all(error <= bound for error, bound in zip(of_rank, bounds)), (of_rank, bounds)
 
 
@@ -97,7 +103,7 @@ def test_nothing_of_transformers_is_overwritten(model_type):
     (_, mixer), *_ = mixers_of(model := tiny_model(model_type, "eager"), model.config)
     module = sys.modules[type(mixer).__module__]
     before = {**vars(module)}, {**vars(type(mixer))}
-    on_ranks(lambda ring, model: over_ring(model, ring, *batch("packed")), lambda: tiny_model(model_type, "eager"))
+    on_ranks(lambda ring, model: over_ring(model, ring, *batch("packed")), make(model_type))
     assert before == ({**vars(module)}, {**vars(type(mixer))})
 
 
@@ -111,10 +117,8 @@ def test_a_parameter_that_is_not_known_is_refused():
 
     Later.__name__ = type(mixer).__name__
     mixer.__class__ = Later
-    with pytest.raises(
-        NotImplementedError, match=rf"{path} \(BambaMixer\) takes cache, decays, which .* does not know"
-    ):
-        ra.patch_model(model)
+    said = rf"{path} \(BambaMixer\) takes cache, decays, which .* does not know"
+    refused(said, ra.patch_model, model, error=NotImplementedError)
     assert model.config._attn_implementation == "eager"
 
 
@@ -146,63 +150,50 @@ def test_mixers_of_another_release_are_refused(monkeypatch):
     """They have other names and calls there: states would not pass, and nothing would show it."""
     model = tiny_model("bamba", "eager")
     monkeypatch.setitem(MIXERS, "bamba", "BambaMixerOfBefore")
-    with pytest.raises(NotImplementedError, match="BambaForCausalLM has no module of the class BambaMixerOfBefore"):
-        ra.patch_model(model)
+    said = "BambaForCausalLM has no module of the class BambaMixerOfBefore"
+    refused(said, ra.patch_model, model, error=NotImplementedError)
     monkeypatch.setattr(hybrid_models, "MIXERS_SINCE", "99.1")
-    with pytest.raises(
-        NotImplementedError, match=r"BambaForCausalLM is a hybrid.*since Transformers 99\.1.*upgrade it"
-    ):
-        ra.patch_model(model)
+    said = r"BambaForCausalLM is a hybrid.*since Transformers 99\.1.*upgrade it"
+    refused(said, ra.patch_model, model, error=NotImplementedError)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "lfm2"])
 def test_layouts_that_know_the_documents(model_type):
     """Documents that are whole on a rank, cut ones, and padding."""
-    eager, models = tiny_model(model_type, "eager"), [tiny_model(model_type, "eager") for _ in range(3)]
-    inputs, labels = batch("packed")
+    eager, (inputs, labels) = tiny_model(model_type, "eager"), batch("packed")
     expected = alone(eager, inputs, labels)
     documents = rows_of_call(eager, labels, {"position_ids": inputs["position_ids"]}).documents
 
-    def work(ring):
-        model = ra.patch_model(models[ring.rank], ring=ring)
-        error = errors(over_ring(model, ring, inputs, labels), expected)
-        return ring.layout_for(TOKENS, ra.Pattern.exact(), documents).rows, error
+    def work(ring, model):
+        assert ring.layout_for(TOKENS, ra.Pattern.exact(), documents).rows, "the layout knows no documents"
+        return max(errors(over_ring(model, ring, inputs, labels), expected))
 
-    for rows, error in run_simulated(work, 3, layout="documents"):
-        assert rows, "the layout knows no documents"
-        assert error.logits <= EXACT and error.gradients <= EXACT
+    assert largest(on_ranks(work, make(model_type), 3, layout="documents")) <= EXACT
 
 
 @pytest.mark.parametrize("model_type", ["jamba", "minimax"])
 def test_layers_that_recompute_find_their_documents(model_type):
     """On one device and over a ring, where the forward pass is over by then; two passes come before their backward."""
-    eager, models = tiny_model(model_type, "eager"), [tiny_model(model_type, "eager") for _ in range(2)]
+    eager = tiny_model(model_type, "eager")
     cases = [batch("packed"), batch("left")]
     expected = [alone(eager, *case) for case in cases]
     gradients = {name: sum(answer.gradients[name] for answer in expected) for name in expected[0].gradients}
 
-    def both(model, mean=lambda x: x):
+    def both(ring, model):
         model.train()
         checkpoint_activations(model, {"use_reentrant": False})
         model.zero_grad()
         losses = []
         for inputs, labels in cases:
             logits = model(**inputs, use_cache=False).logits
-            losses.append(
-                torch.nn.functional.cross_entropy(
-                    logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100
-                )
-            )
+            rows, targets = logits.flatten(0, 1), labels.flatten()
+            losses.append(torch.nn.functional.cross_entropy(rows, targets, reduction="sum", ignore_index=-100))
         sum(losses).backward()
-        found = {name: mean(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-        nothing = torch.ones(1)
-        return errors((nothing, found), (nothing, gradients)).gradients
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return {name: sum(ring.gather(x)) / ring.world_size for name, x in found.items()}
 
-    def work(ring):
-        return both(ra.patch_model(models[ring.rank], ring=ring), lambda x: sum(ring.gather(x)) / ring.world_size)
-
-    assert both(ra.patch_model(tiny_model(model_type, "eager"))) <= EXACT
-    assert max(run_simulated(work, 2)) <= EXACT
+    for ranks in (1, 2):
+        assert_on_ranks(both, make(model_type), gradients, ranks)
 
 
 @pytest.mark.drawn
@@ -225,24 +216,22 @@ def test_generation_goes_on_from_the_states(model_type):
             answers.append(generate(model, ids, attention_mask=mask, **cache_argument(cache)))
             cache.crop(16 - cache.get_seq_length())
         generate(model, ids, attention_mask=mask, **cache_argument(cache))
-        with pytest.raises(ValueError, match="17 tokens were to stay of 23"):
-            cache.crop(17)
+        refused("17 tokens were to stay of 23", cache.crop, 17)
         cache = ra.prefill(model, ids[:, :3], mask[:, :3])
         return [*answers, generate(model, ids, attention_mask=mask, **cache_argument(cache))]
 
     if model_type == "recurrent_gemma":
-        with pytest.raises(ValueError, match=r"would take padding into its state.*\[20, 13\] tokens"):
-            generate(patched, ids, attention_mask=mask)
-        with pytest.raises(NotImplementedError, match="keeps its state in the model itself"):
-            on_ranks(work, lambda: tiny_model(model_type, "eager"), 2)
-        with pytest.raises(NotImplementedError, match="keeps its state in the model itself"):
-            ra.prefill(patched, ids[:, :5], mask[:, :5])  # It would begin anew behind them.
+        said = r"would take padding into its state.*\[20, 13\] tokens"
+        refused(said, generate, patched, ids, attention_mask=mask)
+        said = "keeps its state in the model itself"
+        refused(said, on_ranks, work, make(model_type), error=NotImplementedError)
+        # It would begin anew behind them.
+        refused(said, ra.prefill, patched, ids[:, :5], mask[:, :5], error=NotImplementedError)
         return
     assert torch.equal(generate(patched, ids, attention_mask=mask), expected)
     if model_type != "minimax":  # The cache of minimax takes no chunks.
         assert torch.equal(generate(patched, ids, attention_mask=mask, prefill_chunk_size=3), expected)
-    for answers in on_ranks(work, lambda: tiny_model(model_type, "eager"), 2):
-        assert all(torch.equal(answer, expected) for answer in answers)
+    assert_on_ranks(work, make(model_type), [expected] * 3)
 
 
 @pytest.mark.parametrize("model_type", ["recurrent_gemma", "lfm2", "jamba"])
@@ -285,19 +274,17 @@ def test_beams_over_a_sharded_cache(model_type):
 
     def work(ring, model):
         cache = ra.prefill(model, row[:, :kept])
-        with pytest.raises(ValueError, match=r"holds 2 batch rows, and 6 came: .* cache\.batch_repeat_interleave"):
-            model.generate(row, **cache_argument(cache), **settings)
+        said = r"holds 2 batch rows, and 6 came: .* cache\.batch_repeat_interleave"
+        refused(said, model.generate, row, **cache_argument(cache), **settings)
         cache.batch_repeat_interleave(3)
         answers = []
         for _ in range(2):
             answers.append(model.generate(row, **cache_argument(cache), **settings))
             cache.crop(kept - cache.get_seq_length())
         cache.batch_select_indices(torch.tensor([3, 4, 5]))
-        return answers, model.generate(row[1:], **cache_argument(cache), **settings)
+        return [*answers, model.generate(row[1:], **cache_argument(cache), **settings)]
 
-    for answers, second in on_ranks(work, lambda: tiny_model(model_type, "eager"), 2):
-        assert all(torch.equal(answer, expected) for answer in answers)
-        assert torch.equal(second, expected[1:])
+    assert_on_ranks(work, make(model_type), [expected, expected, expected[1:]])
 
 
 def test_packed_rows_with_a_cache_go_on_from_their_last_documents():
@@ -313,15 +300,12 @@ def test_packed_rows_with_a_cache_go_on_from_their_last_documents():
 
 
 def test_a_mixer_of_a_shard_is_not_run_by_itself():
-
     def work(ring, model):
         ((_, mixer),) = mixers_of(model, model.config)
-        with pytest.raises(
-            RuntimeError, match=r"BambaMixer .* outside of its model's forward pass.*activation_checkpointing_enable"
-        ):
-            mixer(torch.zeros(1, 4, model.config.hidden_size))
+        said = r"BambaMixer .* outside of its model's forward pass.*activation_checkpointing_enable"
+        refused(said, mixer, torch.zeros(1, 4, model.config.hidden_size), error=RuntimeError)
 
-    on_ranks(work, lambda: tiny_model("bamba", "eager"), 2)
+    on_ranks(work, make("bamba"))
 
 
 def test_a_hybrid_that_is_loaded_by_name_is_patched_by_its_first_call_and_one_that_is_switched_is_refused():
@@ -330,8 +314,8 @@ def test_a_hybrid_that_is_loaded_by_name_is_patched_by_its_first_call_and_one_th
     assert torch.equal(*(model(**inputs, use_cache=False).logits for model in (patched, named)))
     switched = tiny_model("bamba", "eager")
     switched.set_attn_implementation("ring_dilated")
-    with pytest.raises(ValueError, match=r"BambaAttention attends beside recurrent layers.*call ra.patch_model"):
-        switched(**inputs, use_cache=False)
+    said = r"BambaAttention attends beside recurrent layers.*call ra.patch_model"
+    refused(said, switched, **inputs, use_cache=False)
 
 
 def test_rows_that_are_gathered_are_bounded_and_logged(monkeypatch, caplog):
@@ -339,11 +323,11 @@ def test_rows_that_are_gathered_are_bounded_and_logged(monkeypatch, caplog):
         return over_ring(model, ring, *batch("plain"))
 
     warn_once.cache_clear()
-    on_ranks(work, lambda: tiny_model("minimax", "eager"))
+    on_ranks(work, make("minimax"))
     assert caplog.text.count("MiniMaxLightningAttention passes no state from rank to rank: its rows are gathered") == 1
     monkeypatch.setattr(mixers, "MOST_GATHERED", 10_000)
-    with pytest.raises(NotImplementedError, match=r"2 x 20 tokens x 32 x 8 bytes = 10240, above 10000"):
-        on_ranks(work, lambda: tiny_model("minimax", "eager"))
+    said = r"2 x 20 tokens x 32 x 8 bytes = 10240, above 10000"
+    refused(said, on_ranks, work, make("minimax"), error=NotImplementedError)
 
 
 @pytest.mark.drawn

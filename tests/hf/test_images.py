@@ -12,6 +12,7 @@ from hf_ring_attention.hf.cache import cache_argument
 from hf_ring_attention.hf.forward_pass import CALL, RingCall
 from hf_ring_attention.hf.rows import cut, rows_to_cut
 from hf_ring_attention.hf.wrappers import runner_of
+from tests.hf.alike import assert_on_ranks, logits, refused
 from tests.hf.test_whole_rows import check_over_ring
 from tests.support.neighbours import PYRAMID, built, check, logits_of, on_two_ranks
 from tests.support.probe import LOGITS, TOKENS, batch, distance, logits_and_gradients
@@ -114,8 +115,8 @@ def test_a_seeing_model_is_saved_with_its_pattern(tmp_path):
 def test_images_over_a_ring(model_type, images):
     inputs, labels = seen(model_type, images)
 
-    def make(ring):
-        return ra.patch_model(seeing(model_type), "window:6+2", ring=ring)
+    def make():
+        return ra.patch_model(seeing(model_type), "window:6+2")
 
     check_over_ring(make, lambda model: model(**inputs, labels=labels, use_cache=False), world_size=2)
     check_over_ring(make, lambda model: model(**inputs, use_cache=False), world_size=3, valid=inputs["attention_mask"])
@@ -131,41 +132,33 @@ def positions_of(ids):
 
 @pytest.mark.parametrize("masked", [True, False], ids=["mask of ones", "no mask"])
 @pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"])
-@torch.no_grad()
 def test_positions_in_time_height_and_width_that_restart_begin_a_document(model_type, masked):
     """Each document sees its image and nothing of its neighbours, on one process and on a ring."""
     skip_without(model_type)
     inputs, _ = seen(model_type)
     kinds, pixels = inputs["mm_token_type_ids"], inputs["pixel_values"].split(SEEING[model_type][2][0])
-    spans = (
-        (0, 0, 18),
-        (1, 4, 16),
-        (1, 16, 18),
-    )  # the second and the third are parts of a row, with an image and without
+    # The second and the third are parts of a row, with an image and without.
+    spans = ((0, 0, 18), (1, 4, 16), (1, 16, 18))
     expected, positions = [], []
     for row, start, stop in spans:
         ids = inputs["input_ids"][row : row + 1, start:stop]
         image = {"pixel_values": pixels[row], "image_grid_thw": inputs["image_grid_thw"][:1]} if IMAGE in ids else {}
         types = {"mm_token_type_ids": kinds[row : row + 1, start:stop]} if image else {}
-        expected.append(seeing(model_type)(input_ids=ids, **image, **types, use_cache=False).logits)
+        expected.append(logits(seeing(model_type), ids, **image, **types))
         positions.append(positions_of(ids) if image else torch.arange(stop - start).expand(3, 1, -1))
     packed = {
-        "input_ids": torch.cat([inputs["input_ids"][row, start:stop] for row, start, stop in spans])[None],
+        "ids": torch.cat([inputs["input_ids"][row, start:stop] for row, start, stop in spans])[None],
         "position_ids": torch.cat(positions, 2),
         "pixel_values": inputs["pixel_values"],
         "image_grid_thw": inputs["image_grid_thw"],
-        "use_cache": False,
     }
     if masked:
-        packed["attention_mask"] = torch.ones_like(packed["input_ids"])
+        packed["attention_mask"] = torch.ones_like(packed["ids"])
 
-    def work(ring, model):
-        with torch.no_grad():
-            return model(**packed).logits
-
-    over_ring = on_ranks(work, lambda: seeing(model_type))
-    for found in (ra.patch_model(seeing(model_type))(**packed).logits, *over_ring):
-        assert distance(found, torch.cat(expected, 1)) <= LOGITS
+    for ranks in (1, 2):
+        assert_on_ranks(
+            lambda ring, model: logits(model, **packed), lambda: seeing(model_type), torch.cat(expected, 1), ranks
+        )
 
 
 #: Of models whose images see themselves: the name of their token types, and the type of text.
@@ -214,8 +207,7 @@ def test_generation_with_token_types_of_text(model_type):
         cache = ra.prefill(model, inputs["input_ids"][:, :12], inputs["attention_mask"][:, :12])
         return model.generate(**inputs, **cache_argument(cache), **settings)
 
-    for found in on_ranks(work, lambda: of_type(model_type)):
-        assert torch.equal(found, expected)
+    assert_on_ranks(work, lambda: of_type(model_type), expected)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -226,12 +218,10 @@ def test_images_whose_tokens_see_each_other_are_refused(calls, ranks):
 
     def work(ring, model):
         assert distance(logits_of(model, inputs, labels), expected) <= LOGITS
-        with pytest.raises(ValueError, match=r"Gemma3.*cannot express this mask .*use 'eager' or 'sdpa'"):
-            model(**with_images)
+        refused(r"Gemma3.*cannot express this mask .*use 'eager' or 'sdpa'", model, **with_images)
         return logits_of(model, inputs, labels)
 
-    for found in on_ranks(work, lambda: seeing("gemma3"), ranks):
-        assert distance(found, expected) <= LOGITS
+    assert_on_ranks(work, lambda: seeing("gemma3"), expected, ranks)
 
 
 def test_blocks_on_one_rank_of_rows_that_a_loader_cut_are_refused_by_all():
@@ -241,8 +231,7 @@ def test_blocks_on_one_rank_of_rows_that_a_loader_cut_are_refused_by_all():
     def work(ring, model):
         whole = rows_to_cut(runner_of(model), ring, inputs)
         part, _ = cut(runner_of(model), inputs, whole, ring)
-        with pytest.raises(ValueError, match=r"HrmText.*cannot express this mask"):
-            model(**part, **{CALL: RingCall(whole)})
+        refused(r"HrmText.*cannot express this mask", model, **part, **{CALL: RingCall(whole)})
         return bool(part["token_type_ids"].any())
 
     assert sorted(on_ranks(work, lambda: tiny_model("hrm_text", "eager"), layout="contiguous")) == [False, True]

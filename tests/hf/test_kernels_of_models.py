@@ -10,7 +10,8 @@ from transformers import DynamicCache
 import hf_ring_attention as ra
 from hf_ring_attention.compute.kernels import Math
 from hf_ring_attention.hf.cache import cache_argument
-from tests.support.ranks import run_simulated
+from tests.hf.alike import assert_on_ranks, refused
+from tests.support.ranks import on_ranks
 from tests.support.tiny_models import VOCAB, tiny_model
 from tests.support.tolerance import assert_exact
 
@@ -32,8 +33,12 @@ def model():
     return tiny_model("llama", "sdpa")
 
 
-def ids(rows=1):
-    return torch.randint(3, VOCAB, (rows, 12))
+def windowed():
+    return ra.patch_model(model(), "window:4+1")
+
+
+def ids():
+    return torch.randint(3, VOCAB, (1, 12))
 
 
 def outputs(model, ids):
@@ -65,44 +70,40 @@ def test_it_stays_with_another_pattern_and_with_copies(by_math):
 
 
 def test_the_kernel_of_a_ring(by_math):
-    models, row = [model(), model()], ids()
+    row = ids()
 
-    def call(ring):
-        own = ra.patch_model(models[ring.rank], "window:4+1", ring=ring)
+    def work(ring, own):
         loss = outputs(own, row).loss
-        return loss, ring.kernels()
+        assert {decision.choice for decision in ring.kernels().values()} == {"math"}
+        return loss
 
-    for loss, found in run_simulated(call, 2, kernel="math"):
-        assert_exact(loss, outputs(ra.patch_model(model(), "window:4+1"), row).loss)
-        assert {decision.choice for decision in found.values()} == {"math"}
+    expected = outputs(windowed(), row).loss
+    assert_on_ranks(work, windowed, expected, kernel="math")
     assert {*by_math} == {"0", "1"}
 
 
 def test_rows_that_each_rank_computes_whole(by_math):
     """As of a cache that is not sharded."""
-    models, row = [model(), model()], ids()
+    row = ids()
 
-    def call(ring):
-        own = ra.patch_model(models[ring.rank], "window:4+1", ring=ring)
-        with torch.no_grad():
-            own(row, **cache_argument(DynamicCache()))
+    @torch.no_grad()
+    def work(ring, own):
+        own(row, **cache_argument(DynamicCache()))
 
-    call(ra.Ring.alone(kernel="math"))
+    on_ranks(work, windowed, 1, kernel="math")
     of_one = len(by_math)
-    run_simulated(call, 2, kernel="math")
+    on_ranks(work, windowed, 2, kernel="math")
     assert len(by_math) == 3 * of_one > 0
 
 
 def test_a_kernel_that_contradicts_the_ring():
     ring = ra.Ring.alone(kernel="math")
-    with pytest.raises(ValueError, match="got kernel='flash' and a ring with kernel='math': make the ring with it"):
-        ra.patch_model(model(), ring=ring, kernel="flash")
-    with pytest.raises(ValueError, match=r"patch_model: kernel must be one of 'auto', .*, got 'triton'"):
-        ra.patch_model(model(), kernel="triton")
+    said = "got kernel='flash' and a ring with kernel='math': make the ring with it"
+    refused(said, ra.patch_model, model(), ring=ring, kernel="flash")
+    refused(r"patch_model: kernel must be one of 'auto', .*, got 'triton'", ra.patch_model, model(), kernel="triton")
     assert ra.patch_model(model(), ring=ring, kernel="math") is not None
 
 
 def test_kernels_that_a_cpu_does_not_have():
-    own = ra.patch_model(model(), "window:4+1", kernel="flash")
-    with pytest.raises(ValueError, match=r"kernel='flash' cannot compute this call: it computes on CUDA devices"):
-        outputs(own, ids())
+    said = r"kernel='flash' cannot compute this call: it computes on CUDA devices"
+    refused(said, outputs, ra.patch_model(model(), "window:4+1", kernel="flash"), ids())

@@ -22,10 +22,10 @@ from hf_ring_attention.hf.masks import tokens_of
 from hf_ring_attention.hf.rows import rows_of_call
 
 from ..support.probe import TOKENS, distance
-from ..support.ranks import on_ranks
 from ..support.releases import skip_without
 from ..support.tiny_models import VOCAB, tiny_config, tiny_model
 from ..support.tolerance import EXACT
+from .alike import assert_alike, assert_on_ranks, logits, refused
 
 DOCUMENTS = (((0, 7), (7, 16), (16, 20)),)
 
@@ -98,29 +98,25 @@ def test_packed_as_the_collator_makes_it(model_type, how):
     inputs = {name: x for name, x in batch.items() if name in ("input_ids", *kept[how])}
     if how == "position_ids":
         ra.patch_model(model)  # GPT-OSS does not look for packing itself
-    with torch.no_grad():
-        logits = model(**inputs, use_cache=False).logits[0]
-        eager = tiny_model(model_type, "eager")
-        for start, stop in DOCUMENTS[0]:
-            assert distance(logits[start:stop], eager(row[:, start:stop], use_cache=False).logits[0]) <= EXACT
+    found, eager = logits(model, inputs.pop("input_ids"), **inputs), tiny_model(model_type, "eager")
+    for start, stop in DOCUMENTS[0]:
+        assert_alike(found[:, start:stop], logits(eager, row[:, start:stop]))
 
 
-def test_padding_and_packing_leave_logits_alone():
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
+def test_padding_and_packing_leave_logits_alone(model_type):
     """A document alone, padded left, right and on both sides, and packed with others."""
     pattern = ra.Pattern.pyramid(window=3, levels=3, ratio=2, sinks=2)
-    for model_type in ("llama", "gemma2", "gpt_oss", "deepseek_v3"):
-        model, document, other = ra.patch_model(tiny_model(model_type, "eager"), pattern), ids(1, 13), ids(1, 5)
-        with torch.no_grad():
-            alone = model(document, use_cache=False).logits[0]
-            for before, after in ((5, 0), (0, 6), (3, 3)):
-                mask = torch.nn.functional.pad(torch.ones_like(document), (before, after))
-                row = torch.nn.functional.pad(document, (before, after))
-                positions = (mask.cumsum(-1) - 1).clamp_min(0)
-                padded = model(row, attention_mask=mask, position_ids=positions, use_cache=False).logits[0]
-                assert distance(padded[before : before + 13], alone) <= EXACT, (model_type, before, after)
-            positions = torch.cat([torch.arange(5), torch.arange(13), torch.arange(5)])[None]
-            packed = model(torch.cat([other, document, other], 1), position_ids=positions, use_cache=False).logits[0]
-            assert distance(packed[5:18], alone) <= EXACT, model_type
+    model, document, other = ra.patch_model(tiny_model(model_type, "eager"), pattern), ids(1, 13), ids(1, 5)
+    expected = logits(model, document)
+    for before, after in ((5, 0), (0, 6), (3, 3)):
+        mask = torch.nn.functional.pad(torch.ones_like(document), (before, after))
+        row = torch.nn.functional.pad(document, (before, after))
+        found = logits(model, row, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp_min(0))
+        assert_alike(found[:, before : before + 13], expected)
+    positions = torch.cat([torch.arange(5), torch.arange(13), torch.arange(5)])[None]
+    packed = logits(model, torch.cat([other, document, other], 1), position_ids=positions)
+    assert_alike(packed[:, 5:18], expected)
 
 
 @pytest.mark.parametrize("pattern", ["exact", "pyramid:3,3", "longnet:4/1,12/2,all/4"])
@@ -130,12 +126,12 @@ def test_padding_inside_a_row_leaves_its_tokens_alone(pattern):
     mask[0, [0, 1, 5, 6, 7, 20, 26, 27]] = mask[1, 3:11] = 0
     row = torch.zeros_like(mask).masked_scatter(mask.bool(), document)
     positions = mask.cumsum(-1) - 1
-    found = model(row, attention_mask=mask, position_ids=positions.clamp_min(0), use_cache=False).logits[mask.bool()]
+    padded = model(row, attention_mask=mask, position_ids=positions.clamp_min(0), use_cache=False).logits[mask.bool()]
     answers = []
-    for logits in (found, model(document, use_cache=False).logits.flatten(0, 1)):
+    for found in (padded, model(document, use_cache=False).logits.flatten(0, 1)):
         model.zero_grad()
-        logits.square().sum().backward()
-        answers.append([logits.detach(), *(x.grad.clone() for x in model.parameters())])
+        found.square().sum().backward()
+        answers.append([found.detach(), *(x.grad.clone() for x in model.parameters())])
     assert max(distance(*pair) for pair in zip(*answers)) <= EXACT
 
 
@@ -164,11 +160,14 @@ def test_a_pass_that_ctrl_c_ended_leaves_nothing_behind(next_call):
         model(row[:, :12], position_ids=positions, use_cache=False)
     hook.remove()
     if next_call == "another model":
-        other, eager = tiny_model("llama", "ring_dilated"), tiny_model("llama", "eager")
-        assert distance(other(row, use_cache=False).logits, eager(row, use_cache=False).logits) <= EXACT
+        assert_alike(*(logits(tiny_model("llama", name), row) for name in ("ring_dilated", "eager")))
     assert torch.equal(torch.stack(model.generate(row, **options).logits), expected)
     model(row)
     assert running().forward_pass is None
+
+
+def llama():
+    return tiny_model("llama", "eager")
 
 
 def every_other(batch, head, query, key):
@@ -204,8 +203,7 @@ def test_blocks_without_tokens_and_windows_of_mask_functions_are_read():
     ],
 )
 def test_other_mask_functions_are_refused(create, model_type, functions, kinds):
-    with pytest.raises(ValueError, match=rf".*Model: .*cannot express this mask \({kinds}\).*'sdpa'"):
-        masked(create, model_type, **functions)
+    refused(rf".*Model: .*cannot express this mask \({kinds}\).*'sdpa'", masked, create, model_type, **functions)
 
 
 @pytest.mark.parametrize(
@@ -223,18 +221,14 @@ def test_contradicting_collators(ends, numbers, match):
         "cu_seq_lens_q": None if ends is None else torch.tensor(ends, dtype=torch.int32),
         "seq_idx": None if numbers is None else torch.tensor(numbers),
     }
-    with pytest.raises(ValueError, match=match):
-        rows_of_call(torch.nn.Module(), torch.zeros(1, TOKENS), described)
+    refused(match, rows_of_call, torch.nn.Module(), torch.zeros(1, TOKENS), described)
 
 
 def test_a_collator_that_contradicts_the_mask():
-    model = tiny_model("llama", "ring_dilated")
-    mask = torch.ones(1, TOKENS, dtype=torch.long)
+    mask, ends = torch.ones(1, TOKENS, dtype=torch.long), torch.tensor([0, 7, TOKENS], dtype=torch.int32)
     mask[0, :3] = 0
-    ends = torch.tensor([0, 7, TOKENS], dtype=torch.int32)
     said = r"cu_seq_lens and attention_mask contradict each other: they describe the documents .*\(0, 7\).* and .*\(3, 20\)"
-    with pytest.raises(ValueError, match=said):
-        model(ids(), attention_mask=mask, cu_seq_lens_q=ends, use_cache=False)
+    refused(said, logits, tiny_model("llama", "ring_dilated"), ids(), attention_mask=mask, cu_seq_lens_q=ends)
 
 
 # ---- on a ring
@@ -249,46 +243,32 @@ def test_a_collator_that_contradicts_the_mask():
         ("seq_idx", 4, "zigzag"),
     ],
 )
-@torch.no_grad()
 def test_packed_rows_on_a_ring(how, world_size, layout):
     """Documents within parts, one for each part, and some that begin where a part does."""
     row, lengths = ids(), torch.tensor({2: (10, 10), 3: (7, 9, 4), 4: (5, 5, 1, 5, 4)}[world_size])
     inputs = {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
-    expected = ra.patch_model(tiny_model("llama", "eager"))(row, **inputs, use_cache=False).logits
+    expected = logits(ra.patch_model(llama()), row, **inputs)
     if how == "seq_idx":
         inputs = {"seq_idx": torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None]}
     elif how == "cu_seq_lens":
         inputs = {"cu_seq_lens_q": torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()}
-
-    def work(ring, model):
-        with torch.no_grad():
-            return model(row, **inputs).logits
-
-    for logits in on_ranks(work, lambda: tiny_model("llama", "eager"), world_size, layout=layout):
-        assert distance(logits, expected) <= EXACT
+    assert_on_ranks(lambda ring, model: logits(model, row, **inputs), llama, expected, world_size, layout=layout)
 
 
-@torch.no_grad()
 def test_a_copied_mask_of_a_sharded_model():
     """Accelerate copies masks to the devices of layers."""
-    expected = ra.patch_model(tiny_model("llama", "eager"))(ids()).logits
 
     def copied(module, args, kwargs):
         return args, {**kwargs, "attention_mask": kwargs["attention_mask"].clone()}
 
     def work(ring, model):
         model.model.layers[1].register_forward_pre_hook(copied, with_kwargs=True)
-        with torch.no_grad():
-            return model(ids()).logits
+        return logits(model, ids())
 
-    for logits in on_ranks(work, lambda: tiny_model("llama", "eager")):
-        assert distance(logits, expected) <= EXACT
+    assert_on_ranks(work, llama, logits(ra.patch_model(llama()), ids()))
 
 
-@torch.no_grad()
 def test_a_window_longer_than_any_row_shows_all_of_it():
-    models = [
-        tiny_model("mistral", implementation, sliding_window=2**40) for implementation in ("eager", "ring_dilated")
-    ]
-    inputs = {"input_ids": ids(), "attention_mask": torch.ones(1, TOKENS, dtype=torch.long)}
-    assert distance(*(model(**inputs, use_cache=False).logits for model in models)) <= EXACT
+    models = [tiny_model("mistral", name, sliding_window=2**40) for name in ("eager", "ring_dilated")]
+    mask = torch.ones(1, TOKENS, dtype=torch.long)
+    assert_alike(*(logits(model, ids(), attention_mask=mask) for model in models))

@@ -1,15 +1,17 @@
 """Models beside compilers, dtypes, inference mode, copies and other ways of passing inputs: as under eager attention."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from accelerate import cpu_offload
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import AutoModel, LlamaForSequenceClassification, PreTrainedTokenizerFast, pipeline
+from transformers import AutoModel, LlamaForSequenceClassification, pipeline
 
 import hf_ring_attention as ra
+from tests.hf.alike import assert_on_ranks
+from tests.support.checkpoints import word_tokenizer
 from tests.support.neighbours import (
     DYNAMIC_ROPE,
     LONGNET,
@@ -20,7 +22,6 @@ from tests.support.neighbours import (
     hooks,
     llama,
     logits_of,
-    on_two_ranks,
     with_lora,
 )
 from tests.support.probe import LOGITS, batch, distance, logits_and_gradients, over_ring
@@ -128,25 +129,22 @@ def test_inputs_embeds_that_are_not_contiguous(ranks):
     embeds = embeds.permute(2, 1, 0).contiguous().permute(2, 1, 0)
     inputs = {name: x.T.contiguous().T for name, x in inputs.items()} | {"inputs_embeds": embeds}
     assert not any(x.is_contiguous() for x in inputs.values())
-    if ranks == 1:
-        check(logits_and_gradients(ra.patch_model(llama()), inputs, labels), expected)
-    else:
-        check(on_two_ranks(llama, inputs, labels), expected)
+    for found in on_ranks(lambda ring, model: over_ring(model, ring, inputs, labels), llama, ranks):
+        check(found, expected)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+@torch.no_grad()
 def test_arguments_by_position(ranks):
     """The base model's mask and positions, as its signature orders them."""
     inputs, labels = batch("left")
-    config = tiny_config("llama")
-    expected = built(AutoModel, config)(**inputs).last_hidden_state.detach()[labels != -100]
+    make = partial(built, AutoModel, tiny_config("llama"))
 
+    @torch.no_grad()
     def work(ring, model):
-        rows = (inputs[name] for name in ("input_ids", "attention_mask", "position_ids"))
-        return model(*rows).last_hidden_state.detach()[labels != -100]
+        return model(*(inputs[name] for name in ("input_ids", "attention_mask", "position_ids"))).last_hidden_state
 
-    for found in on_ranks(work, lambda: built(AutoModel, config), ranks):
-        assert distance(found, expected) <= LOGITS
+    assert_on_ranks(work, make, make()(**inputs).last_hidden_state, ranks, valid=labels != -100)
 
 
 @pytest.mark.parametrize("patched", ["before", "after"])
@@ -242,19 +240,14 @@ def test_a_patched_model_with_larger_embeddings_or_another_head_keeps_its_ring(c
 TEXTS = ["w10 w11 w12 w13 w14 w15 w16 w17 w18", "w20 w21", "w30 w31 w32 w33 w34"]
 
 
-def tokenizer(side):
-    words = ["<pad>", "<s>", "</s>", *(f"w{number}" for number in range(3, VOCAB))]
-    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<s>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", padding_side=side
-    )
-
-
 @pytest.mark.parametrize("pattern", [None, PYRAMID], ids=["exact", "pyramid"])
 def test_text_generation_pipeline(pattern):
+    words = ["<s>", "<pad>", "</s>", *(f"w{number}" for number in range(3, VOCAB))]
+    tokens = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = word_tokenizer(words, padding_side="left", **tokens)
+
     def generated(model, batch_size):
-        generate = pipeline("text-generation", model=model, tokenizer=tokenizer("left"), device="cpu")
+        generate = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
         settings = {"return_tensors": True, "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
         return [text[0]["generated_token_ids"][-6:] for text in generate(TEXTS, batch_size=batch_size, **settings)]
 

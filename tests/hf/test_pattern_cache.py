@@ -14,6 +14,7 @@ from hf_ring_attention.hf.cache import cache_argument, cache_in
 from hf_ring_attention.hf.config import warn_once
 from hf_ring_attention.plan.kept import cache_rows
 from tests.fuzz import run_many
+from tests.hf.alike import assert_on_ranks, refused
 from tests.support.cache_cases import TYPES, draw_cache_case, run_cache_case
 from tests.support.random_cases import CACHELESS, SUPPORTED, WITHOUT_SHIFT
 from tests.support.tiny_models import VOCAB, tiny_config, tiny_model
@@ -82,12 +83,10 @@ def test_every_causal_type(model_type):
         pytest.skip("it does not generate")
     ra.patch_model(model, "window:5+2")
     config, ids = model.config.get_text_config(), ids_of(2, 13)
-    hybrid = any(
-        "linear" in kind or "conv" in kind or "hybrid" in kind for kind in getattr(config, "layer_types", None) or ()
-    )
+    kinds = " ".join(getattr(config, "layer_types", None) or ())
+    hybrid = any(kind in kinds for kind in ("linear", "conv", "hybrid"))
     if model_type in ("diffllama", "minimax", "recurrent_gemma"):
-        with pytest.raises(NotImplementedError, match="pass cache_implementation='dynamic'"):
-            ra.PatternCache(model)
+        refused("pass cache_implementation='dynamic'", ra.PatternCache, model, error=NotImplementedError)
         return
     cache = ra.PatternCache(model)
     whole = DynamicCache(config=config) if hybrid else DynamicCache()
@@ -141,20 +140,13 @@ def test_a_model_that_is_loaded_by_name_and_other_contexts(tmp_path):
     with ra.exact_attention(model):
         exact = greedy(model, ids, return_dict_in_generate=True)
         assert type(cache_in(exact)) is DynamicCache
-        with pytest.raises(ValueError, match="lacks keys that exact_attention needs"):
-            greedy(model, ids, ra.PatternCache(model))
+        refused("lacks keys that exact_attention needs", greedy, model, ids, ra.PatternCache(model))
 
 
 def test_every_rank_of_a_ring_may_have_one():
     """As with every cache of the caller, all ranks then compute whole rows."""
-    ids, expected = ids_of(2, 15), greedy(llama(), ids_of(2, 15))
-
-    def work(ring):
-        model = ra.patch_model(tiny_model("llama", "eager").double(), "window:4+2", ring=ring)
-        return greedy(model, ids, ra.PatternCache(model))
-
-    for found in ra.run_simulated(work, 2):
-        assert torch.equal(found, expected)
+    ids = ids_of(2, 15)
+    assert_on_ranks(lambda ring, model: greedy(model, ids, ra.PatternCache(model)), llama, greedy(llama(), ids))
 
 
 # ---- memory
@@ -229,10 +221,7 @@ def test_cropping():
     found = step(model, ids[:, 22:24], cache)
     expected = model(ids[:, :24]).logits[:, 22:]
     assert distance(found, expected) <= EXACT
-    with pytest.raises(
-        ValueError, match=r"rows that 12 tokens see were dropped, of 24 tokens: call cache.activate_past"
-    ):
-        cache.crop(-12)
+    refused(r"rows that 12 tokens see were dropped, of 24 tokens: call cache.activate_past", cache.crop, -12)
     assert cache.get_seq_length() == 24
     cache.activate_past_recording()
     for n in range(24, 34):
@@ -247,40 +236,33 @@ def test_cropping():
     assert distance(step(model, ids[:, :9], cache), model(ids[:, :9]).logits) <= EXACT
 
 
-def test_inference_mode_then_none():
-    """Rows that were stored in inference mode can be written outside of it."""
-    model, ids = llama(), ids_of(1, 12)
-    cache = ra.PatternCache(model)
-    with torch.inference_mode():
-        step(model, ids[:, :8], cache)
-        step(model, ids[:, 8:9], cache)
-    found = step(model, ids[:, 9:10], cache)
-    step(model, ids[:, 10:], cache)
-    assert distance(found, model(ids[:, :10]).logits[:, 9:]) <= EXACT
+@torch.no_grad()
+def offloaded(model, ids, cache):
+    """A step behind `offload` and `prefetch` of the layers, which Transformers calls around each layer."""
+    for layer in cache.layers:
+        layer.offload()
+        assert all(x.device.type == "cpu" for rows in layer.rows for x in rows.tensors)
+        layer.prefetch()
+    return step(model, ids, cache)
 
 
-def test_rows_move_between_devices():
-    """`offload` and `prefetch` of the layers, which Transformers calls around each layer, leave the rows usable."""
-    model, ids = llama(), ids_of(1, 12)
-    cache = ra.PatternCache(model)
-    step(model, ids[:, :8], cache)
-    for n in range(8, 12):
-        for layer in cache.layers:
-            layer.offload()
-            assert all(x.device.type == "cpu" for rows in layer.rows for x in rows.tensors)
-            layer.prefetch()
-        found = step(model, ids[:, n : n + 1], cache)
-    assert distance(found, model(ids).logits[:, 11:]) <= EXACT
+def compiled(model, ids, cache):
+    return step(torch.compile(model, backend="eager"), ids, cache)
 
 
-@pytest.mark.parametrize("fullgraph", [False])
-def test_a_compiled_step(fullgraph):
+def inferred(model, ids, cache):
+    """A step in inference mode at even lengths; its rows can be written outside of it."""
+    with torch.inference_mode(cache.get_seq_length() % 2 == 0):
+        return step(model, ids, cache).clone()
+
+
+@pytest.mark.parametrize("way", [offloaded, compiled, inferred])
+def test_ways_to_take_a_step(way):
     model, ids = llama(), ids_of(1, 16)
-    compiled = torch.compile(model, backend="eager", fullgraph=fullgraph)
     cache = ra.PatternCache(model)
-    step(model, ids[:, :9], cache)
-    for n in range(9, 16):
-        found = step(compiled, ids[:, n : n + 1], cache)
+    inferred(model, ids[:, :8], cache)
+    for n in range(8, 16):
+        found = way(model, ids[:, n : n + 1], cache)
         assert distance(found, model(ids[:, : n + 1]).logits[:, n:]) <= EXACT
 
 
@@ -306,8 +288,8 @@ def test_calls_that_do_not_continue_the_rows(name):
     model, (call, message) = llama(), wrong_calls()[name]
     cache = ra.PatternCache(model)
     step(model, ids_of(2, 9), cache)
-    with pytest.raises(ValueError, match=message), torch.no_grad():
-        model(**call, use_cache=True, **cache_argument(cache))
+    with torch.no_grad():
+        refused(message, model, **call, use_cache=True, **cache_argument(cache))
     found = step(model, ids_of(2, 1), cache)  # The refusal has left the cache as it was.
     assert distance(found, model(torch.cat([ids_of(2, 9), ids_of(2, 1)], 1)).logits[:, 9:]) <= EXACT
 
@@ -318,27 +300,26 @@ def test_padding_needs_its_mask():
     mask[0, :3] = 0
     cache = ra.PatternCache(model)
     step(model, ids, cache, mask)
-    with pytest.raises(ValueError, match="holds padding, and no attention_mask of all tokens came"):
-        step(model, ids[:, :1], cache)
+    refused("holds padding, and no attention_mask of all tokens came", step, model, ids[:, :1], cache)
 
 
 def test_other_models_and_patterns():
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM computes attention by 'eager': call ra\.patch_model"):
-        ra.PatternCache(tiny_model("llama", "eager"))
+    said = r"LlamaForCausalLM computes attention by 'eager': call ra\.patch_model"
+    refused(said, ra.PatternCache, tiny_model("llama", "eager"))
     model, ids = llama(), ids_of(1, 9)
     cache = ra.PatternCache(model)
-    with pytest.raises(ValueError, match=r"its keys have no gradient: use torch\.no_grad"):
-        model(ids, use_cache=True, **cache_argument(cache))
+    said = r"its keys have no gradient: use torch\.no_grad"
+    refused(said, model, ids, use_cache=True, **cache_argument(cache))
     cache = ra.PatternCache(model)
     step(model, ids, cache)
     ra.patch_model(model, "window:5+2")
-    with pytest.raises(ValueError, match=r"filled under window:4\+2, and a layer came with the pattern window:5\+2"):
-        step(model, ids[:, :1], cache)
-    with pytest.raises(ValueError, match="an earlier call with this PatternCache has failed halfway: make another one"):
-        step(model, ids[:, :1], cache)
-    layer = model.model.layers[0].self_attn
-    with pytest.raises(ValueError, match="it serves calls of a patched model: call the model, not its layers"):
-        ra.PatternCache(model).update(ids, ids, layer.layer_idx)
+    for said in (
+        r"filled under window:4\+2, and a layer came with the pattern window:5\+2",
+        "an earlier call with this PatternCache has failed halfway: make another one",
+    ):
+        refused(said, step, model, ids[:, :1], cache)
+    said = "it serves calls of a patched model: call the model, not its layers"
+    refused(said, ra.PatternCache(model).update, ids, ids, 0)
 
 
 def test_last_queries():
@@ -350,10 +331,8 @@ def test_last_queries():
         assert distance(found, expected) <= EXACT
     assert cache.num_rows == 17
     for x in (cache, whole):
-        with pytest.raises(ValueError, match="shows every key to the last 4 queries of a document, got 5"):
-            step(model, ids[:, 12:17], x)
-    with pytest.raises(ValueError, match="prefill_chunk_size cuts the prompt"):
-        greedy(model, ids, ra.PatternCache(model), prefill_chunk_size=5)
+        refused("shows every key to the last 4 queries of a document, got 5", step, model, ids[:, 12:17], x)
+    refused("prefill_chunk_size cuts the prompt", greedy, model, ids, ra.PatternCache(model), prefill_chunk_size=5)
     assert not prompt_is_cut()
 
 

@@ -2,50 +2,25 @@
 
 import pytest
 import torch
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_ring_attention as ra
-from hf_ring_attention.compute.reference import reference_attention
 from hf_ring_attention.hf.cache import cache_argument, cache_in
+from tests.hf.alike import assert_alike, assert_on_ranks, logits, refused
 from tests.hf.test_generation import generate, same
 from tests.support.dense import DENSE
 from tests.support.neighbours import LONGNET, PYRAMID, check
-from tests.support.probe import TOKENS, batch, logits_and_gradients
-from tests.support.ranks import run_simulated
+from tests.support.probe import batch, logits_and_gradients
+from tests.support.ranks import on_ranks
 from tests.support.tiny_models import VOCAB, tiny_config, tiny_model
-from tests.support.tolerance import assert_exact
-
-
-def model_by_head():
-    return ra.patch_model(tiny_model("llama", "ring_dilated"), "kv0=window:3+1;kv1=exact")
 
 
 def drawn_ids(tokens, rows=1):
     return torch.randint(3, VOCAB, (rows, tokens))
 
 
-def logits(model, ids, **kwargs):
-    with torch.no_grad():
-        return model(ids, **kwargs).logits
-
-
-def test_keys_of_a_prefilled_cache_are_those_of_each_head():
-    ids = drawn_ids(21)
-    right = logits(model_by_head(), ids)[:, -1]
-
-    def run(ring):
-        own = ra.patch_model(model_by_head(), ring=ring)
-        cache = ra.prefill(own, ids[:, :-1])
-        return logits(own, ids[:, -1:], **cache_argument(cache))[:, -1]
-
-    for found in run_simulated(run, 2):
-        assert_exact(found, right, "logits behind a prefilled cache")
-
-
 def test_a_pattern_for_other_heads_is_refused():
-    model = tiny_model("llama", "ring_dilated")
-    with pytest.raises(ValueError, match=r"is for 3 key/value heads, and LlamaModel has 2: give one pattern for each"):
-        ra.patch_model(model, "kv0-1=exact;kv2=window:4")
+    said = r"is for 3 key/value heads, and LlamaModel has 2: give one pattern for each"
+    refused(said, ra.patch_model, tiny_model("llama", "ring_dilated"), "kv0-1=exact;kv2=window:4")
 
 
 # ---- last queries that see every key
@@ -56,54 +31,50 @@ LAST = 4
 LAYERS = ("branches:sink=1,window=3,last=4", "kv0=exact;kv1=branches:window=2,last=5")
 
 
-def with_last(ring=None):
-    model = ra.patch_model(tiny_model("llama", "eager"), ring=ring)
+def with_last():
+    model = ra.patch_model(tiny_model("llama", "eager"))
     for layer, text in enumerate(LAYERS):
         ra.patch_config(model.config, text, layers=[layer])
     return model
 
 
+def as_pattern(pattern):
+    return ra.Pattern.parse(pattern) if isinstance(pattern, str) else pattern
+
+
 def dense():
     """The same weights, and attention by the definition with matrices."""
     model = tiny_model("llama", DENSE)
-    setattr(model.config, DENSE, {layer: ra.Pattern.parse(text) for layer, text in enumerate(LAYERS)})
+    setattr(model.config, DENSE, {layer: as_pattern(text) for layer, text in enumerate(LAYERS)})
     return model
 
 
 def test_a_row_is_what_the_definition_says():
     ids = drawn_ids(21, rows=2)
-    assert_exact(logits(with_last(), ids), logits(dense(), ids), "logits of a row")
+    assert_alike(logits(with_last(), ids), logits(dense(), ids))
     window = ra.patch_model(tiny_model("llama", "eager"), "branches:sink=1,window=3")
     differs = float((logits(window, ids) - logits(with_last(), ids)).abs().max()) > 1e-3
     assert differs, "the last queries see no more than a window"
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_beside_a_document_does_not_change_which_queries_are_its_last(side):
-    ids = drawn_ids(15)
-    alone = logits(with_last(), ids)
-    padding, mask = torch.zeros(1, 5, dtype=torch.int64), torch.ones_like(ids)
-    parts = [(padding, padding), (ids, mask)]
-    parts = parts if side == "left" else parts[::-1]
-    row, mask = (torch.cat(columns, 1) for columns in zip(*parts))
+@pytest.mark.parametrize("before", [5, 0])
+def test_padding_beside_a_document_does_not_change_which_queries_are_its_last(before):
+    ids, sides = drawn_ids(15), (before, 5 - before)
+    row, mask = (torch.nn.functional.pad(x, sides) for x in (ids, torch.ones_like(ids)))
     found = logits(with_last(), row, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp_min(0))
-    assert_exact(found[mask.bool()][None], alone, "logits of the tokens")
+    assert_alike(found[mask.bool()][None], logits(with_last(), ids))
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_packed_documents_each_have_their_last_queries(ranks):
     documents = [drawn_ids(length) for length in (9, 3, 14)]
     expected = torch.cat([logits(dense(), ids) for ids in documents], 1)
-    batch = {
-        "input_ids": torch.cat(documents, 1),
-        "position_ids": torch.cat([torch.arange(ids.shape[1]) for ids in documents])[None],
-    }
+    positions = torch.cat([torch.arange(ids.shape[1]) for ids in documents])[None]
 
-    def work(ring):
-        return logits(with_last(ring), batch["input_ids"], position_ids=batch["position_ids"])
+    def work(ring, model):
+        return logits(model, torch.cat(documents, 1), position_ids=positions)
 
-    for found in run_simulated(work, ranks):
-        assert_exact(found, expected, f"logits on {ranks} ranks")
+    assert_on_ranks(work, with_last, expected, ranks)
 
 
 def greedy(model, ids, **kwargs):
@@ -130,11 +101,10 @@ def test_a_question_behind_a_sharded_document_sees_all_of_it():
     one = dense()
     expected = greedy(one, row, **cache_argument(filled(one)))
 
-    def work(ring):
-        model = with_last(ring)
+    def work(ring, model):
         return greedy(model, row, **cache_argument(ra.prefill(model, document)))
 
-    assert all(same(found, expected) for found in run_simulated(work, 2))
+    assert_on_ranks(work, with_last, expected)
 
 
 @pytest.mark.parametrize(("chunk", "cache"), [(1, None), (LAST, "static"), (19, None)])
@@ -142,31 +112,24 @@ def test_a_prompt_in_pieces_is_refused(chunk, cache):
     """Each piece's last queries would see every key, and the prompt's were computed before its end is known."""
     row, options = drawn_ids(20), {} if cache is None else {"cache_implementation": cache}
     said = "shows every key to a document's last queries, and prefill_chunk_size cuts the prompt before them: leave it out, or"
-    with pytest.raises(ValueError, match=said):
-        greedy(with_last(), row, prefill_chunk_size=chunk, **options)
+    refused(said, greedy, with_last(), row, prefill_chunk_size=chunk, **options)
     assert same(greedy(with_last(), row, prefill_chunk_size=20, **options), greedy(dense(), row))
 
 
 def test_longer_pieces_behind_a_cache_are_refused():
     row, said = drawn_ids(20), r"shows every key to the last 4 queries of a document, got 6 queries behind"
 
-    def work(ring):
-        model = with_last(ring)
-        cache = ra.prefill(model, row[:, :14])
-        with pytest.raises(ValueError, match=said):
-            greedy(model, row, **cache_argument(cache))
-        return True
+    def work(ring, model):
+        refused(said, greedy, model, row, **cache_argument(ra.prefill(model, row[:, :14])))
 
-    assert run_simulated(work, 2) == [True, True]
+    on_ranks(work, with_last)
 
 
 def test_a_cache_that_drops_keys_is_refused():
     model = ra.patch_model(tiny_model("mistral", "eager"))
     ra.patch_config(model.config, LAYERS[0], layers=[0])
-    with pytest.raises(
-        ValueError, match=r"layer 0 has the pattern branches:sink=1,window=3,last=4, and its cache drops keys"
-    ):
-        greedy(model, drawn_ids(12))
+    said = r"layer 0 has the pattern branches:sink=1,window=3,last=4, and its cache drops keys"
+    refused(said, greedy, model, drawn_ids(12))
 
 
 # ---- layer by layer
@@ -192,29 +155,16 @@ def make(model_type, implementation="ring_dilated"):
         *((model_type, True) for model_type in ("llama", "mistral", "gpt_neox", "opt")),
     ],
 )
-def test_layers_compute_the_definition(monkeypatch, model_type, own):
+def test_layers_compute_the_definition(model_type, own):
     """Against a model whose attention is the dense oracle, each layer with the pattern it should have."""
     patterns = {0: PYRAMID, 1: PYRAMID} | WINDOWS.get(model_type, {})
-    model = make(model_type)
+    model, oracle = make(model_type), make(model_type, DENSE)
     ra.patch_config(model.config, PYRAMID)
     if own:
         patterns[1] = BY_HEAD if model_type == "llama" else LONGNET
         ra.patch_config(model.config, patterns[1], layers=[1])
-    documents, seen = [[(0, TOKENS)], [(7, TOKENS)]], []
-
-    def oracle(module, query, key, value, attention_mask, scaling=None, **kwargs):
-        seen.append(module.layer_idx)
-        pattern = patterns[module.layer_idx]
-        pattern = ra.Pattern.parse(pattern) if isinstance(pattern, str) else pattern
-        out, _ = reference_attention(query, key, value, pattern=pattern, documents=documents, scale=scaling)
-        return out.to(query.dtype).transpose(1, 2).contiguous(), None
-
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "oracle", oracle)
-    inputs, labels = batch("left")
-    found = logits_and_gradients(model, inputs, labels)
-    del inputs["attention_mask"]  # the oracle knows the documents
-    check(found, logits_and_gradients(make(model_type, "oracle"), inputs, labels))
-    assert seen == [0, 1]
+    setattr(oracle.config, DENSE, {layer: as_pattern(pattern) for layer, pattern in patterns.items()})
+    check(*(logits_and_gradients(each, *batch("plain")) for each in (model, oracle)))
 
 
 @pytest.mark.own_dtypes

@@ -21,8 +21,9 @@ from hf_ring_attention.compute.private import checkpoint_activations
 from hf_ring_attention.hf.cache import cache_argument
 from hf_ring_attention.hf.config import warn_once
 from hf_ring_attention.plan.patterns import warn_of_version_0_2
-from tests.support.neighbours import PYRAMID, check, llama, logits_of, on_two_ranks, with_lora
-from tests.support.probe import LOGITS, TOKENS, alone, batch, distance, logits_and_gradients
+from tests.hf.alike import assert_on_ranks, refused
+from tests.support.neighbours import PYRAMID, check, llama, logits_of, with_lora
+from tests.support.probe import LOGITS, TOKENS, alone, batch, distance, logits_and_gradients, over_ring
 from tests.support.ranks import on_ranks
 from tests.support.tiny_models import VOCAB
 
@@ -62,8 +63,7 @@ def test_generation_with_lora_over_a_ring():
     def work(ring, model):
         return model.generate(ids, **cache_argument(ra.prefill(model, ids[:, :20])), **settings)
 
-    for found in on_ranks(work, lambda: with_lora(llama()), 2):
-        assert torch.equal(found, expected)
+    assert_on_ranks(work, lambda: with_lora(llama()), expected)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -102,13 +102,12 @@ def save_adapter(order, folder, config=None, pattern="window:4+2"):
     return model.eval(), saved
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def unwarned():
     """A warning comes once in a process."""
     warn_once.cache_clear()
 
 
-@pytest.mark.usefixtures("unwarned")
 @pytest.mark.parametrize("order", [*ORDERS, "wrapped, then its config"])
 def test_an_adapter_brings_its_pattern_back(order, tmp_path, caplog):
     model, saved = save_adapter(order, tmp_path)
@@ -137,7 +136,6 @@ def test_an_adapter_inside_an_unwrapped_model_brings_its_pattern_back(tmp_path):
     logits_of(model, *batch("right"))
 
 
-@pytest.mark.usefixtures("unwarned")
 def test_an_adapter_on_a_model_with_its_pattern_or_another(tmp_path, caplog):
     save_adapter(ORDERS[0], tmp_path)
     PeftModel.from_pretrained(ra.patch_model(llama(), "window:4+2"), tmp_path)
@@ -158,7 +156,6 @@ def test_an_adapter_of_exact_attention_is_saved_as_any_other(tmp_path):
         logits_of(model, *batch("right"))
 
 
-@pytest.mark.usefixtures("unwarned")
 def test_an_adapter_without_a_task_says_that_its_pattern_is_not_saved(tmp_path, caplog):
     config = LoraConfig(r=4, target_modules="all-linear")
     model, saved = save_adapter(ORDERS[0], tmp_path, config)
@@ -187,11 +184,9 @@ def test_an_adapter_with_a_wrong_pattern_is_refused(settings, message, tmp_path)
     with_lora(llama()).save_pretrained(tmp_path)
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_mapping": {"ring_dilated": settings}}))
-    with pytest.raises(ValueError, match=message):
-        PeftModel.from_pretrained(llama(), tmp_path)
+    refused(message, PeftModel.from_pretrained, llama(), tmp_path)
 
 
-@pytest.mark.usefixtures("unwarned")
 def test_an_adapter_of_version_0_2_brings_its_pattern_back(tmp_path, caplog):
     """Saved again, it has the text of its pattern."""
     save_adapter(ORDERS[0], tmp_path)
@@ -215,10 +210,7 @@ def test_adapters_of_several_patterns_are_refused(tmp_path):
         save_adapter(ORDERS[0], tmp_path / name, pattern=pattern)
     model = PeftModel.from_pretrained(llama(), tmp_path / "one", adapter_name="one")
     model.load_adapter(tmp_path / "two", adapter_name="two")
-    with pytest.raises(
-        ValueError, match=r"trained under different patterns, {'one': .*window:4\+2.*: pass one of them"
-    ):
-        ra.patch_model(model)
+    refused(r"trained under different patterns, {'one': .*window:4\+2.*: pass one of them", ra.patch_model, model)
     assert ra.patch_model(model, "window:8") is model
 
 
@@ -249,14 +241,12 @@ def test_learned_prefix(prefix, kind):
     found = []
     for model in (llama(), ra.patch_model(llama())):
         model = prompted(model, PREFIXES[prefix])
-        model.zero_grad()
         logits = model(**inputs).logits[:, -TOKENS:]
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
-        found.append(
-            (logits.detach()[labels != -100], {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-        )
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found.append((logits.detach()[labels != -100], gradients))
     assert len(found[0][1]) == 1
-    check(found[1], found[0])
+    check(*found[::-1])
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
@@ -279,11 +269,10 @@ def checkpointed(model, use_reentrant):
 def test_checkpointed_lora_on_packed_rows(calls, use_reentrant, ranks):
     inputs, labels = batch("packed")
     expected = alone(with_lora(llama()), inputs, labels)
-    if ranks == 2:
-        found = on_two_ranks(
-            lambda: with_lora(llama()), inputs, labels, use=lambda model: checkpointed(model, use_reentrant)
-        )
-    else:
-        found = logits_and_gradients(checkpointed(lora_llama(ORDERS[0]), use_reentrant), inputs, labels)
-    check(found, expected)
+
+    def work(ring, model):
+        return over_ring(checkpointed(model, use_reentrant), ring, inputs, labels)
+
+    for found in on_ranks(work, lambda: with_lora(llama()), ranks):
+        check(found, expected)
     assert len(calls) == 2 * 2 * ranks, "two layers, each computed twice"

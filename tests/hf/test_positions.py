@@ -6,10 +6,9 @@ import torch
 import hf_ring_attention as ra
 from hf_ring_attention.hf.rows import first_position, rows_of_call
 from hf_ring_attention.hf.wrappers import models_of, runner_of
-from tests.support.probe import distance
+from tests.hf.alike import assert_alike, assert_on_ranks, logits, refused
 from tests.support.ranks import on_ranks
 from tests.support.tiny_models import POSITIONS, VOCAB, tiny_model
-from tests.support.tolerance import EXACT
 
 TOKENS = 24
 #: Positions of one document with a gap (a pruned prompt, PoSE), a repeat, and both.
@@ -30,9 +29,8 @@ def ids():
     return torch.randint(3, VOCAB, (1, TOKENS), generator=torch.Generator().manual_seed(seed))
 
 
-@torch.no_grad()
-def logits(model, row, **inputs):
-    return model(row, use_cache=False, **inputs).logits
+def llama():
+    return tiny_model("llama", "eager")
 
 
 @pytest.mark.drawn
@@ -45,20 +43,21 @@ def test_a_gap_or_a_repeat_means_what_it_means_to_eager(model_type, patched, num
     row, inputs = ids(), {"position_ids": torch.tensor([NUMBERED[numbered]])}
     if masked:
         inputs["attention_mask"] = torch.ones(1, TOKENS, dtype=torch.int64)
-    expected = logits(tiny_model(model_type, "eager"), row, **inputs)
-    found = logits(IMPLEMENTATIONS[patched](model_type), row, **inputs)
-    assert distance(found, expected) <= EXACT
+    assert_alike(
+        *(
+            logits(model, row, **inputs)
+            for model in (IMPLEMENTATIONS[patched](model_type), tiny_model(model_type, "eager"))
+        )
+    )
 
 
 def test_documents_of_one_token_are_told_by_a_position_that_stands_twice():
     row, positions = ids(), torch.tensor([[0, 0, *range(9), 0, *range(12)]])
-    mask, model = torch.ones_like(positions), ra.patch_model(tiny_model("llama", "eager"))
-    told = {"position_ids": positions, "attention_mask": mask}
-    over_ring = on_ranks(lambda ring, model: logits(model, row, **told), lambda: tiny_model("llama", "eager"))
-    for found in (logits(model, row, **told), *over_ring):
-        for start, stop in ((0, 1), (1, 2), (2, 11), (11, 12), (12, 24)):
-            alone = logits(model, row[:, start:stop])
-            assert distance(found[:, start:stop], alone) <= EXACT
+    told, model = {"position_ids": positions, "attention_mask": torch.ones_like(positions)}, ra.patch_model(llama())
+    spans = ((0, 1), (1, 2), (2, 11), (11, 12), (12, 24))
+    alone = torch.cat([logits(model, row[:, start:stop]) for start, stop in spans], 1)
+    for ranks in (1, 2):
+        assert_on_ranks(lambda ring, model: logits(model, row, **told), llama, alone, ranks)
 
 
 @pytest.mark.parametrize("numbered", ["gap", "gap and repeat"])
@@ -66,17 +65,13 @@ def test_a_gap_or_a_repeat_on_a_ring(numbered):
     """Under a mask it means the same; without one, whether a document begins depends on the model."""
     row, inputs = ids(), {"position_ids": torch.tensor([NUMBERED[numbered]])}
     mask = torch.ones_like(row)
-    expected = logits(ra.patch_model(tiny_model("llama", "eager")), row, **inputs, attention_mask=mask)
+    said = r"position_ids of row 0 go from \d+ to \d+ at token \d+: pass an attention"
 
     def work(ring, model):
-        with pytest.raises(
-            ValueError, match=r"position_ids of row 0 go from \d+ to \d+ at token \d+: pass an attention"
-        ):
-            logits(model, row, **inputs)
+        refused(said, logits, model, row, **inputs)
         return logits(model, row, **inputs, attention_mask=mask)
 
-    for found in on_ranks(work, lambda: tiny_model("llama", "eager"), 2):
-        assert distance(found, expected) <= EXACT
+    assert_on_ranks(work, llama, logits(ra.patch_model(llama()), row, **inputs, attention_mask=mask))
 
 
 def test_sound_between_frames_begins_no_document():
@@ -103,41 +98,38 @@ TOLD = {
 }
 
 
-@pytest.mark.parametrize("told", TOLD)
-def test_packed_rows_of_models_that_number_tokens_themselves_are_refused(told):
-    with pytest.raises(ValueError, match=r"was given packed rows, and takes no position_ids"):
-        logits(ra.patch_model(tiny_model("bart", "eager")), ids(), **TOLD[told])
+COUNTED = {"position_ids": torch.cat([torch.arange(stop - start) for start, stop in DOCUMENTS])[None]}
+ONE = {
+    "seq_idx": {"seq_idx": torch.zeros(1, TOKENS).long()},
+    "cu_seq_lens": {"cu_seq_lens_q": torch.tensor([0, TOKENS])},
+}
 
 
 @pytest.mark.parametrize("told", TOLD)
-def test_positions_that_do_not_begin_where_a_document_does_are_refused(told):
-    model = ra.patch_model(tiny_model("llama", "eager"))
-    with pytest.raises(ValueError, match=r"of row 0 go from 9 to 10 at token 10, where a document begins: pass"):
-        logits(model, ids(), position_ids=torch.arange(TOKENS)[None], **TOLD[told])
-    roberta = ra.patch_model(tiny_model("roberta", "eager"))
-    counted = torch.cat([torch.arange(stop - start) for start, stop in DOCUMENTS])[None]
-    with pytest.raises(
-        ValueError,
-        match=r"of row 0 go from 0 to 0 at token 0, where a document begins: .* count each document from 1",
-    ):
-        logits(roberta, ids(), position_ids=counted, **TOLD[told])
-
-
-@pytest.mark.parametrize("told", TOLD)
-def test_positions_that_begin_other_documents_are_refused(told):
-    positions = torch.cat([torch.arange(stop - start) for start, stop in DOCUMENTS])[None]
-    one = (
-        {"seq_idx": torch.zeros(1, TOKENS).long()}
-        if told == "seq_idx"
-        else {"cu_seq_lens_q": torch.tensor([0, TOKENS])}
-    )
-
-    def work(ring, model):
-        with pytest.raises(ValueError, match=r"of row 0 go from 9 to 0 at token 10, where no document begins: pass"):
-            logits(model, ids(), position_ids=positions, **one)
-
-    on_ranks(work, lambda: tiny_model("llama", "eager"), 2)
-    work(None, ra.patch_model(tiny_model("llama", "eager")))
+@pytest.mark.parametrize(
+    ("model_type", "told_of", "inputs", "said", "ranks"),
+    [
+        ("bart", TOLD, {}, r"was given packed rows, and takes no position_ids", (1,)),
+        (
+            "llama", TOLD, {"position_ids": torch.arange(TOKENS)[None]},
+            r"of row 0 go from 9 to 10 at token 10, where a document begins: pass", (1,),
+        ),
+        (
+            "roberta", TOLD, COUNTED,
+            r"of row 0 go from 0 to 0 at token 0, where a document begins: .* count each document from 1", (1,),
+        ),
+        ("llama", ONE, COUNTED, r"of row 0 go from 9 to 0 at token 10, where no document begins: pass", (1, 2)),
+    ],
+    ids=["not numbered by the caller", "no document begins", "begins elsewhere", "others begin"],
+)  # fmt: skip
+def test_positions_that_contradict_the_documents_are_refused(told, model_type, told_of, inputs, said, ranks):
+    """Also where the model numbers tokens itself."""
+    for count in ranks:
+        on_ranks(
+            lambda ring, model: refused(said, logits, model, ids(), **inputs, **told_of[told]),
+            lambda: tiny_model(model_type, "eager"),
+            count,
+        )
 
 
 def test_padding_of_a_collator_is_in_no_document():
@@ -145,31 +137,28 @@ def test_padding_of_a_collator_is_in_no_document():
     row, lengths = ids(), (8, 1, 11)
     positions = torch.cat([*map(torch.arange, lengths), torch.zeros(4).long()])[None]
     packed = {"position_ids": positions, "seq_idx": torch.tensor([[0] * 8 + [1] + [2] * 11 + [-1] * 4])}
-    model, mask = ra.patch_model(tiny_model("llama", "eager")), (packed["seq_idx"] >= 0).long()
+    model, mask = ra.patch_model(llama()), (packed["seq_idx"] >= 0).long()
     alone = torch.cat([logits(model, x) for x in row[:, :20].split(lengths, 1)], 1)
-    for inputs in (packed, {**packed, "attention_mask": mask}):
-        over_ring = on_ranks(
-            lambda ring, model, inputs=inputs: logits(model, row, **inputs), lambda: tiny_model("llama", "eager")
-        )
-        for found in (logits(model, row, **inputs), *over_ring):
-            assert distance(found[:, :20], alone) <= EXACT
+
+    def work(ring, model):
+        return [logits(model, row, **inputs)[:, :20] for inputs in (packed, {**packed, "attention_mask": mask})]
+
+    for ranks in (1, 2):
+        assert_on_ranks(work, llama, [alone, alone], ranks)
 
 
 @pytest.mark.parametrize("model_type", ["gemma3", "gemma4"])
 def test_models_that_make_masks_around_their_text_model(model_type):
-    row = ids()
-    positions = torch.cat([torch.arange(stop - start) for start, stop in DOCUMENTS])[None]
-    model = ra.patch_model(tiny_model(model_type, "eager"))
+    row, model = ids(), ra.patch_model(tiny_model(model_type, "eager"))
+    alone = torch.cat([logits(model, row[:, start:stop]) for start, stop in DOCUMENTS], 1)
     for inputs in ({}, {"attention_mask": torch.ones_like(row)}, TOLD["seq_idx"]):
-        found = logits(model, row, position_ids=positions, **inputs)
-        for start, stop in DOCUMENTS:
-            assert distance(found[:, start:stop], logits(model, row[:, start:stop])) <= EXACT
+        assert_alike(logits(model, row, **COUNTED, **inputs), alone)
     # Padding does not become a document because its positions go down.
     mask = torch.ones_like(row)
     mask[:, 20:] = 0
     padded = {"attention_mask": mask, "position_ids": torch.arange(TOKENS)[None].masked_fill(mask == 0, 1)}
-    whole = logits(tiny_model(model_type, "eager"), row, **padded)
-    assert distance(logits(model, row, **padded)[:, :20], whole[:, :20]) <= EXACT
+    eager = tiny_model(model_type, "eager")
+    assert_alike(*(logits(each, row, **padded)[:, :20] for each in (model, eager)))
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "opt", "roberta"])
@@ -179,8 +168,7 @@ def test_a_row_beyond_the_table_of_positions_is_refused_on_every_rank(model_type
 
     def work(ring, model):
         logits(model, row[:, : POSITIONS - 2 * first_position(runner_of(model))])
-        with pytest.raises(ValueError, match=r"has learned positions for \d+ tokens, and a row has a token at"):
-            logits(model, row)
+        refused(r"has learned positions for \d+ tokens, and a row has a token at", logits, model, row)
 
     on_ranks(work, lambda: tiny_model(model_type, "eager"), 2, layout="contiguous")
 

@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.masks import ring_dilated_mask
+from tests.hf.alike import refused
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.tiny_models import VOCAB, tiny_config, tiny_model
 
@@ -33,41 +34,36 @@ def make(model_type, **changes):
 )
 def test_dropout_in_training(model_type, dropout, layer):
     model = make(model_type, **{dropout: 0.1}).train()
-    with pytest.raises(ValueError, match=rf"{layer}: attention dropout 0\.1 .*to 0 \(attention_dropout, attn_pdrop\)"):
-        model(input_ids=IDS)
+    refused(rf"{layer}: attention dropout 0\.1 .*to 0 \(attention_dropout, attn_pdrop\)", model, input_ids=IDS)
     model.eval()(input_ids=IDS)
 
 
 def test_output_attentions():
     model = make("llama")
-    with pytest.raises(ValueError, match=r"output_attentions=True .*never forms the attention weights: use .*'eager'"):
-        model(input_ids=IDS, output_attentions=True)
+    said = r"output_attentions=True .*never forms the attention weights: use .*'eager'"
+    refused(said, model, input_ids=IDS, output_attentions=True)
     model(input_ids=IDS)  # nothing of the refused pass stays behind
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_four_dimensional_mask(ranks):
     remedy = "pass the .*mask, and for packed documents position_ids that restart"
-
-    def work(ring, model):
-        with pytest.raises(ValueError, match=rf"mask .*\[.*\].*, got \(2, 1, 10, 10\): {remedy}"):
-            model(input_ids=IDS, attention_mask=torch.ones(2, 1, 10, 10))
-
-    on_ranks(work, lambda: make("llama"), ranks)
+    said, mask = rf"mask .*\[.*\].*, got \(2, 1, 10, 10\): {remedy}", torch.ones(2, 1, 10, 10)
+    on_ranks(lambda ring, model: refused(said, model, IDS, attention_mask=mask), lambda: make("llama"), ranks)
 
 
 def test_padding_inside_a_row_where_a_window_would_count_it():
     mask = torch.ones(2, 10, dtype=torch.long)
     mask[1, 5] = 0
-    with pytest.raises(NotImplementedError, match=r"layer 0 has a window .* 4 tokens, .*padding inside a document"):
-        make("mistral", sliding_window=4)(input_ids=IDS, attention_mask=mask)
+    said = r"layer 0 has a window .* 4 tokens, .*padding inside a document"
+    refused(said, make("mistral", sliding_window=4), IDS, attention_mask=mask, error=NotImplementedError)
 
 
 def test_arguments_that_a_later_transformers_could_pass():
     """A mask function and a layer refuse unknown arguments, but not the entries of a user's batch."""
     model = make("llama")
-    with pytest.raises(NotImplementedError, match=r"does not know the mask argument block_ids: use 'eager'"):
-        ring_dilated_mask(2, 10, 10, config=model.config, block_ids=torch.zeros(2, 10))
+    said, unknown = r"does not know the mask argument block_ids: use 'eager'", {"block_ids": torch.zeros(2, 10)}
+    refused(said, ring_dilated_mask, 2, 10, 10, config=model.config, **unknown, error=NotImplementedError)
 
     class Later(type(model.model.layers[1].self_attn)):
         def forward(self, hidden_states, **kwargs):
@@ -82,13 +78,13 @@ def test_arguments_that_a_later_transformers_could_pass():
 
     for kind in (Later, Wrapped):
         model.model.layers[1].self_attn.__class__ = kind
-        with pytest.raises(NotImplementedError, match=rf"{kind.__name__}: layer 1 came with temperatures, which would"):
-            model(input_ids=IDS)
+        said = rf"{kind.__name__}: layer 1 came with temperatures, which would"
+        refused(said, model, input_ids=IDS, error=NotImplementedError)
 
 
 def test_patch_model_of_something_else():
-    with pytest.raises(ValueError, match="expected a Transformers model, or a wrapper of one, got Linear"):
-        ra.patch_model(torch.nn.Linear(2, 2), PATTERN)
+    said = "expected a Transformers model, or a wrapper of one, got Linear"
+    refused(said, ra.patch_model, torch.nn.Linear(2, 2), PATTERN)
 
 
 @pytest.mark.parametrize(
@@ -108,8 +104,7 @@ def test_patch_model_of_something_else():
 )
 def test_patch_config(settings, message):
     config = tiny_config("llama")
-    with pytest.raises(ValueError, match=message):
-        ra.patch_config(config, **settings)
+    refused(message, ra.patch_config, config, **settings)
     assert not hasattr(config, "ring_dilated"), "a refused config is left as it was"
 
 
@@ -197,5 +192,5 @@ def test_a_class_beside_attention_that_calls_no_interface_is_refused(asked, unas
     base = tiny_model("llama", "sdpa")
     if asked:
         base.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match="Own does not call Transformers' attention interface"):
-        ra.patch_model(importlib.import_module("own_attention").Own(base.config))
+    own = importlib.import_module("own_attention").Own(base.config)
+    refused("Own does not call Transformers' attention interface", ra.patch_model, own)

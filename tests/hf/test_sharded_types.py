@@ -15,31 +15,23 @@ from ..support.ranks import on_ranks
 from ..support.releases import at_least, what_lacks
 from ..support.tiny_models import VOCAB, tiny_model
 from ..support.tolerance import EXACT
-from .test_generation import generate, same
+from .alike import assert_on_ranks, refused
+from .test_generation import generate
 
 ROPE = {"rope_theta": 1e4, "factor": 4.0}
+LENGTH = {"original_max_position_embeddings": 16}
+FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, **LENGTH, **FACTORS}
 #: Each type adds a feature to grouped heads, full causal attention and plain RoPE.
 CASES = {
     "llama": {},
     "llama, dynamic RoPE": {"max_position_embeddings": 8, "rope_parameters": {**ROPE, "rope_type": "dynamic"}},
     "llama, yarn RoPE": {"rope_parameters": {**ROPE, "rope_type": "yarn", "original_max_position_embeddings": 8}},
-    "phi3, longrope": {
-        "head_dim": 8,
-        "original_max_position_embeddings": 16,
-        "rope_parameters": {
-            "rope_type": "longrope",
-            "rope_theta": 1e4,
-            "original_max_position_embeddings": 16,
-            "short_factor": [1.0, 1.1, 1.2, 1.3],
-            "long_factor": [1.0, 2.0, 3.0, 4.0],
-        },
-    },
+    "phi3, longrope": {"head_dim": 8, **LENGTH, "rope_parameters": LONGROPE},
     "mistral": {},  # a window in all layers
     "mixtral": {},  # experts
     "qwen2, windows in some layers": {
-        "use_sliding_window": True,
-        "sliding_window": 5,
-        "layer_types": ["full_attention", "sliding_attention"],
+        "use_sliding_window": True, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"],
     },
     "qwen3": {},  # norms of queries and keys
     "gemma2": {},  # softcap, windows in turn, scaled scores
@@ -56,7 +48,7 @@ CASES = {
     "opt": {},  # scaled queries, positions by mask
     "bert": {},  # an encoder as a decoder
     "roberta": {},  # positions that begin behind the padding's
-}
+}  # fmt: skip
 LAYOUTS = ("contiguous", "zigzag")
 #: Arguments of `Ring`; the last entry makes rings of two groups that exchange heads.
 TRANSPORTS = {
@@ -134,8 +126,7 @@ def test_generated_tokens_of_one_device(name):
     def answers(ring, model):
         return generate(model, row, **greedy, **cache_argument(ra.prefill(model, row[:, :document])))
 
-    for found in on_ranks(answers, lambda: case_model(name), 4, **TRANSPORTS[transport](4)):
-        assert same(found, expected)
+    assert_on_ranks(answers, lambda: case_model(name), expected, 4, **TRANSPORTS[transport](4))
 
 
 @pytest.mark.parametrize(
@@ -150,18 +141,13 @@ def test_a_model_whose_heads_do_not_divide_is_refused_by_name_on_every_rank(head
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": 8 * heads}
     row = torch.randint(3, VOCAB, (1, 16))
 
-    def refused(ring, model):
+    def work(ring, model):
         message_of_layer = rf"LlamaAttention: layer 0: transport='heads'.*{message}"
-        with pytest.raises(ValueError, match=message_of_layer):
-            model(row, use_cache=False)
-        with pytest.raises(ValueError, match=message_of_layer):
-            ra.prefill(model, row)
+        refused(message_of_layer, model, row, use_cache=False)
+        refused(message_of_layer, ra.prefill, model, row)
         return ring.traffic().hops
 
-    assert (
-        on_ranks(refused, lambda: tiny_model("llama", "eager", **sizes), 4, transport="heads", heads=groups_of)
-        == [0] * 4
-    )
+    assert_on_ranks(work, lambda: tiny_model("llama", "eager", **sizes), 0, 4, transport="heads", heads=groups_of)
 
 
 #: Types that compute this loss on one process in the oldest release, too.

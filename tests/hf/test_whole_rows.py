@@ -22,41 +22,51 @@ from hf_ring_attention.hf.forward_pass import running_with
 from ..support.ranks import on_ranks
 from ..support.tiny_models import VOCAB, draw, tiny_config
 from ..support.tolerance import EXACT, distance
+from .alike import assert_alike, assert_on_ranks, refused
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
 TOKENS = 21
 #: Patterns of all kinds; the last one has another pattern for each head.
 PATTERNS = ("exact", "window:6+2", "pyramid:4,2", "longnet:4/1,8/2", ra.Pattern.by_kv_head(["window:6+2", "exact"]))
-TRANSPORTS = ("ring", "collective", "heads")
+RINGS = {"transport": "ring"}, {"transport": "collective"}, {"transport": "heads", "world_size": 2}
 
 
-def rows(kind):
-    """Input ids with a mask or positions, and which tokens count."""
-    ids = torch.randint(8, VOCAB, (2, TOKENS))
+def rows(kind, model_type="llama"):
+    """Input ids with a mask or positions, and which tokens count; of a number, two plain rows of this length."""
+    ids = torch.randint(8, VOCAB, (2, kind if isinstance(kind, int) else TOKENS))
     mask = torch.ones_like(ids)
     if kind == "left":
         mask[1, :7] = 0
     elif kind == "right":
         mask[0, -6:] = 0
+    # Models count positions in different ways where the caller passes none.
+    padding, first = (tiny_config("roberta").pad_token_id, 1) if model_type == "roberta" else (0, 0)
+    inputs = {"input_ids": ids.masked_fill(mask == 0, padding)}
     if kind == "packed":
         positions = torch.cat([torch.arange(n) for n in (7, 9, TOKENS - 16)]).expand(2, -1)
-        return {"input_ids": ids, "position_ids": positions}, mask
-    return {"input_ids": ids} | ({} if kind == "plain" else {"attention_mask": mask}), mask
+        inputs["position_ids"] = positions + first + padding
+    elif kind in ("left", "right"):
+        inputs["attention_mask"] = mask
+    return inputs, mask
 
 
 def model_of(auto, model_type, pattern="exact", ring=None, **changes):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        options = {
-            "attn_implementation": "eager",
-            "experts_implementation": "eager",
-            "dtype": torch.get_default_dtype(),
-        }
+        dtype = torch.get_default_dtype()
+        options = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": dtype}
         model = auto.from_config(tiny_config(model_type, **changes), **options)
     draw(model)
-    model.eval()
-    return ra.patch_model(model, pattern, ring=ring)
+    return ra.patch_model(model.eval(), pattern, ring=ring)
+
+
+def windowed():
+    return model_of(AutoModelForCausalLM, "llama", "window:6+2")
+
+
+def plain():
+    return model_of(AutoModelForCausalLM, "llama")
 
 
 def results(model, call):
@@ -74,172 +84,122 @@ def results(model, call):
     return tensors, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def check_over_ring(make, call, world_size=3, valid=None, bound=EXACT, **settings):
+def check_over_ring(make, call, world_size=3, valid=None, **settings):
     """Compares all tensors of a call, and the mean of the ranks' gradients, with the results of one device."""
-    expected, gradients = results(make(None), call)
+    expected, gradients = results(make(), call)
 
     def work(ring, model):
         found, own = results(model, call)
         return found, {name: torch.stack(ring.gather(x)).mean(0) for name, x in own.items()}
 
-    largest_of_all = max([float(x.abs().max()) for x in gradients.values()], default=0.0)
-    for found, mean in on_ranks(work, lambda: make(None), world_size, **settings):
+    for found, mean in on_ranks(work, make, world_size, **settings):
         assert {*expected} == {*found}, ({*found}, {*expected})
         for name, x in found.items():
             assert x.shape == expected[name].shape, (name, x.shape, expected[name].shape)
-            own, other = x, expected[name]
-            if valid is not None and x.shape[:2] == valid.shape:
-                own, other = own[valid != 0], other[valid != 0]
-            assert distance(own, other) <= bound, (name, distance(own, other))
-        assert gradients.keys() == mean.keys()
-        for name, x in mean.items():
-            error = float(
-                (x - gradients[name]).abs().max() / gradients[name].abs().max().clamp_min(1e-2 * largest_of_all)
-            )
-            assert error <= bound, (name, error)
+            counting = valid != 0 if valid is not None and x.shape[:2] == valid.shape else ...
+            error = distance(x[counting], expected[name][counting])
+            assert error <= EXACT, (name, error)
+        assert_alike(mean, gradients)
 
 
-# ---- causal language models
+# ---- heads
 
 
-@pytest.mark.parametrize(
-    ("number", "kind"),
-    [(number, kind) for number in range(5) for kind in (("plain", "left"), ("right", "packed"))[number % 2]],
-)
-def test_the_loss_of_a_causal_model(number, kind):
-    inputs, mask = rows(kind)
-    labels = inputs["input_ids"].masked_fill(mask == 0, -100)
-    transport = TRANSPORTS[number % 3]
-    check_over_ring(
-        functools.partial(model_of, AutoModelForCausalLM, "llama", PATTERNS[number]),
-        lambda model: model(**inputs, labels=labels, use_cache=False),
-        world_size=2 if transport == "heads" else 3,
-        transport=transport,
-    )
+def learned(ids, mask):
+    return {"labels": ids.masked_fill(mask == 0, -100), "use_cache": False}
 
 
-@pytest.mark.parametrize(
-    ("model_type", "kind"),
-    [
-        ("llama", "plain"),
-        *((name, kind) for name in ("llama", "opt", "gpt2", "roberta") for kind in ("left", "packed")),
-        ("biogpt", "left"),
-    ],
-)
-def test_logits_and_hidden_states(model_type, kind):
-    """Models count positions in different ways where the caller passes none."""
-    inputs, mask = rows(kind)
-    if kind == "packed" and model_type == "roberta":
-        inputs["position_ids"] = inputs["position_ids"] + 1 + tiny_config("roberta").pad_token_id
-    elif model_type == "roberta":
-        inputs["input_ids"] = inputs["input_ids"].masked_fill(mask == 0, tiny_config("roberta").pad_token_id)
-    check_over_ring(
-        lambda ring: model_of(AutoModelForCausalLM, model_type, "window:6+2", ring),
-        lambda model: model(**inputs, output_hidden_states=True, use_cache=False),
-        valid=mask,
-        layout="zigzag",
-    )
+def counted(items):
+    """Labels that the caller has shifted and counted."""
+
+    def arguments(ids, mask):
+        shifted = torch.nn.functional.pad(learned(ids, mask)["labels"][:, 1:], (0, 1), value=-100)
+        shifted = shifted.masked_fill(torch.rand(ids.shape) < 0.3, -100)
+        return {**learned(ids, mask), "shift_labels": shifted, "num_items_in_batch": items}
+
+    return arguments
 
 
-@pytest.mark.parametrize("keep", [1, 5, TOKENS + 3, torch.tensor([-1, 4, 0])], ids=str)
-def test_kept_logits(keep):
-    inputs, _ = rows("left")
-    check_over_ring(
-        lambda ring: model_of(AutoModelForCausalLM, "llama", "window:6+2", ring),
-        lambda model: model(**inputs, logits_to_keep=keep, use_cache=False),
-    )
+def kept(keep):
+    return lambda ids, mask: {"logits_to_keep": keep, "use_cache": False}
 
 
-def test_labels_that_are_shifted_and_counted_by_the_caller():
-    inputs, mask = rows("right")
-    labels = inputs["input_ids"].masked_fill(mask == 0, -100)
-    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100).masked_fill(
-        torch.rand(labels.shape) < 0.3, -100
-    )
-    for items in (7, torch.tensor(11)):
-        check_over_ring(
-            lambda ring: model_of(AutoModelForCausalLM, "llama", "window:6+2", ring),
-            lambda model, items=items: model(
-                **inputs, labels=labels, shift_labels=shifted, num_items_in_batch=items, use_cache=False
-            ),
-        )
+def hidden(ids, mask):
+    return {"output_hidden_states": True, "use_cache": False}
 
 
-@pytest.mark.parametrize("length", [1, 2, 5])
-def test_short_rows(length):
-    """Some ranks have nothing but padding."""
-    ids = torch.randint(8, VOCAB, (2, length))
-    check_over_ring(
-        lambda ring: model_of(AutoModelForCausalLM, "llama", "window:6+2", ring),
-        lambda model: model(ids, labels=ids if length > 1 else None, use_cache=False),
-        world_size=4,
-    )
-
-
-@pytest.mark.parametrize(
-    "model_type",
-    ["mistral", "gemma2", "gemma3_text", "gpt_oss", "llama4_text", "cohere2", "granite", "deepseek_v3", "bert"],
-)
-def test_other_causal_models(model_type):
-    """Windows, chunks, softcaps, sinks with logits, scaled logits, values narrower than keys, a head of several layers."""
-    inputs, mask = rows("right")
-    labels = inputs["input_ids"].masked_fill(mask == 0, -100)
-    check_over_ring(
-        lambda ring: model_of(AutoModelForCausalLM, model_type, None, ring),
-        lambda model: model(**inputs, labels=labels, use_cache=False),
-        world_size=2,
-    )
-
-
-# ---- other heads
-
-
-#: The classes of models, their types, changes of their configs, and the arguments of a call by its ids and mask.
+#: By the name of a head: the class of its models, changes of their configs, and the arguments of a call by its ids and mask.
 HEADS = {
+    "tokens that follow": (AutoModelForCausalLM, {}, learned),
+    "hidden states": (AutoModelForCausalLM, {}, hidden),
+    **{f"kept logits {keep}": (AutoModelForCausalLM, {}, kept(keep)) for keep in (1, 5, 24, torch.tensor([-1, 4, 0]))},
+    **{f"shifted labels {items}": (AutoModelForCausalLM, {}, counted(items)) for items in (7, torch.tensor(11))},
     # Decoders classify by the last token before the padding, and encoders by the first token.
     "sequences": (
-        AutoModelForSequenceClassification, ("llama", "bert"), {}, lambda ids, mask: {"labels": torch.tensor([0, 1])},
+        AutoModelForSequenceClassification, {"is_decoder": False}, lambda ids, mask: {"labels": torch.tensor([0, 1])},
     ),
     "rewards": (
-        AutoModelForSequenceClassification, ("qwen3",), {"num_labels": 1},
-        lambda ids, mask: {"labels": torch.tensor([0.5, -1.0])},
+        AutoModelForSequenceClassification, {"num_labels": 1}, lambda ids, mask: {"labels": torch.tensor([0.5, -1.0])},
     ),
     "tokens": (
-        AutoModelForTokenClassification, ("llama", "bert", "modernbert"), {},
+        AutoModelForTokenClassification, {"is_decoder": False},
         lambda ids, mask: {"labels": (ids % 2).masked_fill(mask == 0, -100)},
     ),
     "answers": (
-        AutoModelForQuestionAnswering, ("llama", "bert"), {},
+        AutoModelForQuestionAnswering, {"is_decoder": False},
         lambda ids, mask: {"start_positions": torch.tensor([2, 5]), "end_positions": torch.tensor([4, 9])},
     ),
     "masked tokens": (
-        AutoModelForMaskedLM, ("modernbert", "roberta", "bert"), {},
+        AutoModelForMaskedLM, {"is_decoder": False},
         lambda ids, mask: {"labels": ids.masked_fill((mask == 0) | (torch.rand(mask.shape) < 0.5), -100)},
     ),
-    "none, and a pooler": (AutoModel, ("llama", "bert"), {}, lambda ids, mask: {"output_hidden_states": True}),
+    "none, and a pooler": (AutoModel, {"is_decoder": False}, lambda ids, mask: {"output_hidden_states": True}),
 }  # fmt: skip
+#: The head, the type, the rows, the pattern, and the ring.
+CASES = [
+    *(
+        ("tokens that follow", "llama", kind, PATTERNS[number], RINGS[number % 3])
+        for number in range(5) for kind in (("plain", "left"), ("right", "packed"))[number % 2]
+    ),
+    # Some ranks have nothing but padding.
+    ("hidden states", "llama", 1, "window:6+2", {"world_size": 4}),
+    *(("tokens that follow", "llama", length, "window:6+2", {"world_size": 4}) for length in (2, 5)),
+    # Windows, chunks, softcaps, sinks with logits, scaled logits, values narrower than keys, a head of several layers.
+    *(
+        ("tokens that follow", model_type, "right", None, {"world_size": 2}) for model_type in (
+            "mistral", "gemma2", "gemma3_text", "gpt_oss", "llama4_text", "cohere2", "granite", "deepseek_v3", "bert",
+        )
+    ),
+    *(
+        ("hidden states", model_type, kind, "window:6+2", {"layout": "zigzag"})
+        for model_type in ("llama", "opt", "gpt2", "roberta") for kind in ("left", "packed")
+    ),
+    ("hidden states", "llama", "plain", "window:6+2", {"layout": "zigzag"}),
+    ("hidden states", "biogpt", "left", "window:6+2", {"layout": "zigzag"}),
+    *((head, "llama", "left", "window:6+2", {}) for head in HEADS if "kept" in head),
+    *((head, "llama", "right", "window:6+2", {}) for head in HEADS if "shifted" in head),
+    *(
+        (head, model_type, "right", "window:6+2", {"world_size": 2}) for head, types in {
+            "sequences": "llama bert", "rewards": "qwen3", "tokens": "llama bert modernbert", "answers": "llama bert",
+            "masked tokens": "modernbert roberta bert", "none, and a pooler": "llama bert",
+        }.items() for model_type in types.split()
+    ),
+    *(("sequences", "llama", kind, "window:6+2", {"world_size": 2}) for kind in ("plain", "left")),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("head", "model_type", "kind"),
-    [
-        (head, model_type, kind)
-        for head, (_, types, _, _) in HEADS.items()
-        for model_type in types
-        for kind in ("plain", "left", "right")
-        if kind == "right" or (head, model_type) == ("sequences", "llama")
-    ],
+    ("head", "model_type", "kind", "pattern", "settings"), CASES, ids=[" ".join(map(str, case[:4])) for case in CASES]
 )
-def test_other_heads(head, model_type, kind):
-    auto, _, changes, arguments = HEADS[head]
-    inputs, mask = rows(kind)
-    inputs["input_ids"] = inputs["input_ids"].masked_fill(mask == 0, 0)
+def test_a_ring_returns_what_one_device_does(head, model_type, kind, pattern, settings):
+    auto, changes, arguments = HEADS[head]
+    inputs, mask = rows(kind, model_type)
     options = arguments(inputs["input_ids"], mask)
     check_over_ring(
-        lambda ring: model_of(auto, model_type, "window:6+2", ring, is_decoder=False, **changes),
+        functools.partial(model_of, auto, model_type, pattern, **changes),
         lambda model: model(**inputs, **options),
-        world_size=2,
-        valid=mask,
+        valid=None if auto is AutoModelForCausalLM and head != "hidden states" else mask,
+        **settings,
     )
 
 
@@ -259,8 +219,7 @@ FIRST = "BertForSequenceClassification got rows that begin with padding"
 )
 def test_heads_that_read_padding_are_named(caplog, auto, model_type, kind, warning):
     """Attention gives no output for padding, so their results differ from eager attention; all other results are equal."""
-    inputs, mask = rows(kind)
-    inputs["input_ids"] = inputs["input_ids"].masked_fill(mask == 0, 0)
+    inputs, _ = rows(kind)
     labels = {"labels": torch.tensor([0, 1])}
     if auto is AutoModelForQuestionAnswering:
         labels = {"start_positions": torch.tensor([8, 9]), "end_positions": torch.tensor([10, 12])}
@@ -297,44 +256,14 @@ def test_heads_that_read_padding_are_named(caplog, auto, model_type, kind, warni
 def test_checkpointed_layers(model_type, kind, use_reentrant, world_size, settings):
     """GPT-2 hands the mask to its layers by position, and torch's reentrant checkpoint repeats them with a copy of it."""
     inputs, mask = rows(kind)
-    labels = inputs["input_ids"].masked_fill(mask == 0, -100)
+    labels = learned(inputs["input_ids"], mask)["labels"]
 
-    def make(ring):
-        model = model_of(AutoModelForCausalLM, model_type, "window:6+2", ring)
+    def make():
+        model = model_of(AutoModelForCausalLM, model_type, "window:6+2")
         checkpoint_activations(model, {"use_reentrant": use_reentrant})
         return model.train()
 
     check_over_ring(make, lambda model: model(**inputs, labels=labels), world_size, **settings)
-
-
-def test_generation_computes_whole_rows_on_every_rank():
-    inputs, _ = rows("left")
-    settings = {"max_new_tokens": 5, "do_sample": False}
-    expected = model_of(AutoModelForCausalLM, "llama", "window:6+2").generate(**inputs, **settings)
-    tokens = on_ranks(
-        lambda ring, model: model.generate(**inputs, **settings),
-        lambda: model_of(AutoModelForCausalLM, "llama", "window:6+2"),
-    )
-    assert all(torch.equal(found, expected) for found in tokens)
-
-
-def test_logits_of_an_evaluation_are_formed_when_they_are_used():
-    inputs, mask = rows("left")
-    labels = inputs["input_ids"].masked_fill(mask == 0, -100)
-    with torch.no_grad():
-        expected = model_of(AutoModelForCausalLM, "llama", "window:6+2")(**inputs, use_cache=False).logits
-
-    def work(ring, model):
-        with torch.no_grad():
-            output = model(**inputs, labels=labels)
-            ring.reset_traffic()
-            assert output.logits.shape == expected.shape
-            assert ring.traffic().sent_bytes == 0
-            return output.logits.argmax(-1), torch.stack([output.logits])[0]
-
-    for best, logits in on_ranks(work, lambda: model_of(AutoModelForCausalLM, "llama", "window:6+2"), 2):
-        assert distance(logits[mask != 0], expected[mask != 0]) <= EXACT
-        assert torch.equal(best, logits.argmax(-1))
 
 
 def test_caches_that_were_not_formed_say_so_when_they_are_used():
@@ -342,10 +271,11 @@ def test_caches_that_were_not_formed_say_so_when_they_are_used():
 
     def work(ring, model):
         (name,) = cache_argument(None)
-        with pytest.raises(RuntimeError, match=r"this output has no cache: .*use_cache=True"):
-            model(inputs["input_ids"][:, :1], **{name: getattr(model(**inputs), name)})
+        cache = {name: getattr(model(**inputs), name)}
+        said = r"this output has no cache: .*use_cache=True"
+        refused(said, model, inputs["input_ids"][:, :1], **cache, error=RuntimeError)
 
-    on_ranks(work, lambda: model_of(AutoModelForCausalLM, "llama", "window:6+2"), 2)
+    on_ranks(work, windowed)
 
 
 # ---- calls that differ
@@ -394,7 +324,7 @@ CHANGES = {
 def test_a_pass_that_differs_on_one_rank_ends_on_all_and_the_next_is_right(name):
     change, message = CHANGES[name]
     inputs, mask = rows("right")
-    expected = model_of(AutoModelForCausalLM, "llama")(**inputs).logits.detach()
+    expected = plain()(**inputs).logits.detach()
 
     def work(ring, model):
         own = {name: x.clone() for name, x in inputs.items()}
@@ -402,12 +332,10 @@ def test_a_pass_that_differs_on_one_rank_ends_on_all_and_the_next_is_right(name)
             layer.self_attn.attention_dropout = 0.1
         if ring.rank == 1:
             change(model, own)
-        with pytest.raises(ValueError, match=message):
-            model(**own, use_cache=False)
+        refused(message, model, **own, use_cache=False)
         return model.eval()(**inputs).logits.detach()
 
-    for found in on_ranks(work, lambda: model_of(AutoModelForCausalLM, "llama")):
-        assert distance(found[mask != 0], expected[mask != 0]) <= EXACT
+    assert_on_ranks(work, plain, expected, valid=mask != 0)
 
 
 def test_a_rank_that_does_not_call():
@@ -418,16 +346,14 @@ def test_a_rank_that_does_not_call():
         layout = ring.layout_for(TOKENS, "exact")
         local = torch.ones(1, layout.local_len)
         call = (lambda: ring.unshard(local, layout)) if ring.rank == 1 else (lambda: model(**inputs))
-        with pytest.raises(ValueError, match="the call: rank 0: a forward pass of a model, rank 1: unshard"):
-            call()
+        refused("the call: rank 0: a forward pass of a model, rank 1: unshard", call)
 
     def ends(ring, model):
         if ring.rank != 1:
-            with pytest.raises(RuntimeError, match="receiving from rank 1 did not end"):
-                model(**inputs)
+            refused("receiving from rank 1 did not end", model, **inputs, error=RuntimeError)
 
     for work in (another_call, ends):
-        on_ranks(work, lambda: model_of(AutoModelForCausalLM, "llama"))
+        on_ranks(work, plain)
 
 
 def test_rows_that_change_before_the_decoder_are_refused_by_name():
@@ -438,10 +364,10 @@ def test_rows_that_change_before_the_decoder_are_refused_by_name():
 
     def work(ring, model):
         model.register_forward_pre_hook(shortened, with_kwargs=True)
-        with pytest.raises(NotImplementedError, match=r"LlamaModel got .*rows that change before the decoder"):
-            model(**inputs)
+        said = r"LlamaModel got .*rows that change before the decoder"
+        refused(said, model, **inputs, error=NotImplementedError)
 
-    on_ranks(work, lambda: model_of(AutoModelForCausalLM, "llama"))
+    on_ranks(work, plain)
 
 
 # ---- bytes on the ring
@@ -450,16 +376,14 @@ def test_rows_that_change_before_the_decoder_are_refused_by_name():
 def moved(ring, call):
     ring.reset_traffic()
     call()
-    traffic = ring.traffic()
-    assert traffic.sent_bytes >= 0
-    return traffic.received_bytes
+    return ring.traffic().received_bytes
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_bytes_of_joining_are_those_of_their_formulas(world_size):
     """Per rank: p - 1 parts of hidden states, of a few tokens, or of fields; p - 1 sums of losses; and no objects."""
     inputs, mask = rows("right")
-    labels = inputs["input_ids"].masked_fill(mask == 0, -100)
+    labels = learned(inputs["input_ids"], mask)["labels"]
     pytest.importorskip("trl")
     from trl.trainer.utils import add_fused_lm_head
 
@@ -488,7 +412,5 @@ def test_bytes_of_joining_are_those_of_their_formulas(world_size):
             "fields": others * 2 * local * (2 * 8 + 1),
         }
 
-    for found, expected in on_ranks(
-        work, lambda: model_of(AutoModelForCausalLM, "llama", "window:6+2").eval(), world_size, layout="zigzag"
-    ):
+    for found, expected in on_ranks(work, windowed, world_size, layout="zigzag"):
         assert found == expected
