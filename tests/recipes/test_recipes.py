@@ -61,21 +61,6 @@ def test_perplexity_is_the_same_from_two_processes(folder, nudged, tmp_path):
     assert 0.1 < figures[1]["figures"][2]["flop_share"] < 0.5
 
 
-def test_one_layer_alone_and_over_a_ring(tmp_path):
-    figures = {}
-    for processes in (1, 2):
-        file = tmp_path / f"{processes}.json"
-        options = ["--tokens", 4096, "--pattern", "window:64", "--json", file]
-        out = run("layer.py", *options, fork=True, processes=processes)
-        figures[processes] = json.loads(file.read_text())
-        assert out.count(" MiB a process") == 2, "one line for each pattern, whatever the number of processes"
-    assert [row["attention"] for row in figures[1]] == ["sdpa", "window:64"]
-    assert [row["attention"] for row in figures[2]] == ["exact", "window:64"]
-    # The queries alone, and as much for out and for each of their gradients: 4096 tokens x 2 heads x 64 numbers of 4 bytes.
-    rows = 4 * 4096 * 2 * 64 * 4
-    assert all(row["bytes"] > rows / processes for processes in figures for row in figures[processes])
-
-
 FINETUNE = ["--pattern", "pyramid:32,3,2", "--steps", 5, "--seq-len", 250, "--accumulate", 2, "--held-out", 300]
 FINETUNE += ["--lr", "1e-2", "--warmup", 1]
 
