@@ -26,9 +26,6 @@ pytestmark = pytest.mark.usefixtures("in_float64")
 DATA = {"rows": documents(8, 20, 61, seed=0, prompt=3), "steps": 2}
 
 
-# ---- Trainer
-
-
 def by_cp_size(rank, folder):
     """The run with cp_size; two sizes are refused."""
     config = ParallelismConfig(cp_size=2)
@@ -79,9 +76,6 @@ def test_a_trainer_takes_configs_of_several_rings(by_environment, tmp_path, gpus
     alone, _ = trainer(0, tmp_path, batch_size=2, **DATA)
     for losses in gpus.run(of_several_rings, 4, tmp_path, by_environment):
         assert losses == pytest.approx(alone["losses"], rel=EXACT)
-
-
-# ---- Accelerate
 
 
 def losses_of(accelerator, ring, prepare):
@@ -149,9 +143,6 @@ def too_late(rank):
 @needs("accelerate", "1.13", "hooks that drop the masks of a model")
 def test_a_model_that_was_prepared_before_the_ring_is_refused():
     run_ranks(too_late, 2)
-
-
-# ---- device meshes
 
 
 class WithMesh(Accelerator):

@@ -37,9 +37,6 @@ def assert_alike(found, own_log, expected, log):
             assert entry[name] == pytest.approx(other[name], rel=EXACT), name
 
 
-# ---- Trainer
-
-
 def count_rows(prediction):
     return {"rows": float(len(prediction.predictions)), "sum": float(prediction.label_ids.sum())}
 
@@ -97,9 +94,6 @@ def test_a_run_goes_on_in_the_middle_of_a_stream(tmp_path, programs):
     programs.run(run_program, 4, interrupted, str(tmp_path / "run"), 2)
 
 
-# ---- Accelerate
-
-
 def by_loop(folder, ring_size, sharded=False, dispatch=None, steps=None):
     """A loop of three epochs with accumulation: the weights, and the rows of each epoch that all rings read together."""
     accelerator = Accelerator(
@@ -154,9 +148,6 @@ def test_a_loop_whose_processes_read_for_themselves(tmp_path, programs):
         assert skipped == [8, 0, 1, 2]
 
 
-# ---- random numbers
-
-
 def drawn(rank):
     """The random numbers of a rank after each batch, if the first process draws numbers for a batch of a stream."""
     process_environment(rank, 4)
@@ -174,9 +165,6 @@ def test_ranks_of_a_ring_draw_the_same_numbers(programs):
     """Dropout in a head needs them; another ring has numbers of its seed."""
     first, second, third, fourth = programs.run(drawn, 4)
     assert first == second != third == fourth
-
-
-# ---- refusals
 
 
 class OwnEpochs(Trainer):

@@ -46,9 +46,6 @@ def test_training_in_bfloat16(tmp_path, programs):
         assert_equal_runs(figures, exact, "bfloat16", bounds)
 
 
-# ---- numbers that are not finite
-
-
 class Diverging(ra.RingTrainer):
     """The loss of the last process is NaN from its third step on."""
 
@@ -90,9 +87,6 @@ def test_a_loss_that_is_not_finite_is_told_on_all_processes_together(world_size,
         assert finite and told[0] == "step 3: nan nan"
         warned = [text for text in told[1:] if "training goes on" in text]
         assert len(warned) == (rank == 0) and all("step 3: loss nan, gradient norm nan" in text for text in warned)
-
-
-# ---- refusals
 
 
 REFUSED = {
