@@ -13,7 +13,7 @@ from hf_ring_attention.evaluation.calibration import calibrate as calibrate_modu
 from hf_ring_attention.evaluation.calibration import search
 from hf_ring_attention.evaluation.calibration.passes import measure_text
 from hf_ring_attention.evaluation.calibration.texts import plain_text
-from hf_ring_attention.evaluation.whole_files import own_folder
+from hf_ring_attention.evaluation.whole_files import own_folder, whole_file, write_whole
 from tests.support.calibrations import MENU, calibrated, model_of, random_texts
 from tests.support.checkpoints import save_calibration
 from tests.support.neighbours import with_lora
@@ -373,3 +373,18 @@ def test_what_is_no_calibration_is_refused(tmp_path):
         (tmp_path / "text.json").write_text(text)
         with pytest.raises(ValueError, match=r"text\.json is not a JSON file"):
             ra.Calibration.load(tmp_path / "text.json")
+
+
+def test_a_file_is_replaced_whole_or_left_alone(tmp_path):
+    """Whatever happens while it is written."""
+
+    def fill_the_disk(part):
+        part.write_text("ne")
+        assert (tmp_path / "a").read_text("utf-8") == "new €" and part.parent == tmp_path
+        raise OSError("the disk is full")
+
+    for text in ("old", "new €"):
+        write_whole(tmp_path / "a", text)
+    with pytest.raises(OSError, match="full"), whole_file(tmp_path / "a") as part:
+        fill_the_disk(part)
+    assert [(path.name, path.read_text("utf-8")) for path in tmp_path.iterdir()] == [("a", "new €")]
