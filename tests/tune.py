@@ -65,7 +65,7 @@ class Scale(NamedTuple):
 
 
 LARGE = Scale((128, 64), (32, 8), 32768, 4096, 16, 5, 2, 99, 1)
-SMALL = Scale((64,), (2, 1), 32, 32, 1, 1, 1, 3, 4)
+SMALL = Scale((64,), (2, 1), 32, 32, 1, 1, 1, 2, 4)
 
 
 class Workload(NamedTuple):
@@ -424,7 +424,7 @@ def main(words: Sequence[str] | None = None) -> None:
     """Finds settings, writes figures, and ends with status 1 for wrong numbers and errors."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=290, help="the most seconds (default: 290)")
-    parser.add_argument("--small", action="store_true", help="two or three candidates at small sizes, also on a CPU")
+    parser.add_argument("--small", action="store_true", help="two candidates at small sizes, also on a CPU")
     parser.add_argument("--json", type=Path, default=Path("tune.json"), help="default: tune.json")
     args = parser.parse_args(words)
     report = Report(args.seconds, args.small, args.json)
