@@ -1,7 +1,9 @@
 """Training over rings has the losses, gradient norms and final parameters of one process; so has training of hybrids."""
 
 import functools
+import re
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import default_data_collator
 
 import hf_ring_attention as ra
+from tests.support.ranks import run_ranks
 from tests.support.releases import needs_mixers
 from tests.support.tiny_models import tiny_model
 from tests.support.training import assert_equal_runs, documents, loop, packed, padded, trainer
@@ -128,3 +131,24 @@ def test_trainer_and_loop_take_the_same_steps():
         second, _ = trainer(0, folder, **{"batch_size": 2, "steps": STEPS, **PADDED})
     assert_equal_runs(second, first, "Trainer")
     assert len(set(first["losses"])) == STEPS
+
+
+#: The tokens of a long row.
+TOKENS = 65536
+
+
+def step(rank):
+    ids = torch.randint(1, 97, (TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
+    row = {"input_ids": ids, "labels": ids}
+    figures = loop(rank, ring_size=4, rows=[row], steps=1, pattern=ra.Pattern.pyramid(512, levels=3), shuffle=False)
+    # Not ru_maxrss, which begins at the value of the parent process.
+    peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return figures["losses"][0], int(peak[1]) * 1024
+
+
+@pytest.mark.own_dtypes
+def test_a_step_of_65536_tokens_fits():
+    """Over four processes, in less than 2 GiB each."""
+    for loss, peak in run_ranks(step, 4):
+        assert 3 < loss < 7
+        assert peak < 2 * 2**30, f"{peak / 2**30:.2f} GiB"

@@ -1,4 +1,4 @@
-"""Stock programs of Transformers' Trainer and of TRL over a ring of 2 end with the weights that they have on one process."""
+"""Stock programs of Transformers and TRL over a ring of 2 end with the weights of one process; rows of SFT stay whole."""
 
 import importlib
 import logging
@@ -17,10 +17,12 @@ from transformers import (
     LlamaForSequenceClassification,
     Trainer,
     TrainingArguments,
+    default_data_collator,
     get_scheduler,
 )
 
 import hf_ring_attention as ra
+from hf_ring_attention.hf.config import warn_once
 from tests.support.stock import PATTERN, over, run_program, save, saved, settings, texts, weights, word_tokenizer
 from tests.support.tolerance import distance
 from tests.support.training import SIZES, tiny_llama
@@ -304,10 +306,8 @@ def test_groups_of_completions_that_rings_cannot_divide(tmp_path, programs):
 def test_a_generation_batch_that_counts_prompts_of_one_process_is_taken(tmp_path):
     module = importlib.import_module("trl.experimental.iw_opd")
     save(tmp_path, tiny_llama)
-    (kind, ring), args = (
-        over(module.IWOPDTrainer, 1),
-        module.IWOPDConfig(**settings(tmp_path, num_generations=2, lmbda=1.0)),
-    )
+    kind, ring = over(module.IWOPDTrainer, 1)
+    args = module.IWOPDConfig(**settings(tmp_path, num_generations=2, lmbda=1.0))
     given = {"train_dataset": texts(4, "prompt", "completion"), "processing_class": word_tokenizer(), **ring}
     student, teacher = (language(tmp_path / "run") for _ in range(2))
     assert kind(student, teacher_model=teacher, args=args, **given).args.generation_batch_size == 1
@@ -322,3 +322,59 @@ def assert_alike(found, own_log, expected, log):
     for entry, other in zip(own_log, log, strict=True):
         for name, value in other.items():
             assert entry[name] == pytest.approx(value, rel=1e-4, abs=1e-6, nan_ok=True), name
+
+
+#: Documents of at most this many tokens stay whole.
+LONGEST = 16
+
+
+def of_sft(folder, ring_size, rows, more=None, **changes):
+    """TRL's Trainer, whose rows are prepared when it is made."""
+    kind, ring = over(trl.SFTTrainer, ring_size)
+    args = trl.SFTConfig(**settings(str(folder), **changes))
+    more = {"processing_class": word_tokenizer(), **(more or {})}
+    return kind(tiny_llama(), args, train_dataset=rows, **more, **ring)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"max_length": LONGEST},
+        {"max_length": LONGEST, "packing": True},
+        {"max_length": LONGEST, "packing": True, "packing_strategy": "bfd_split"},
+        {"max_length": None},
+    ],
+    ids=str,
+)
+def test_tokens_that_are_cut_off_are_told(how, streaming, tmp_path, caplog):
+    rows = texts(9, "text")
+    whole = [len(word_tokenizer()(f"{text}<eos>").input_ids) for text in rows["text"]]
+    rows = rows.to_iterable_dataset() if streaming else rows
+    warn_once.cache_clear()
+    made, stock = ([*of_sft(tmp_path, size, rows, **how).train_dataset] for size in (1, None))
+    assert made == stock
+    told = [record.getMessage() for record in caplog.records if "will be cut off" in record.getMessage()]
+    cut = sum(whole) - sum(len(row["input_ids"]) for row in stock)
+    assert (cut > 0) == (how["max_length"] is not None and "packing_strategy" not in how)
+    if not cut:
+        assert not told
+    elif streaming:  # Nobody knows how many documents follow its first long one.
+        first = next(length for length in whole if length > LONGEST)
+        assert told[0].startswith(f"{first - LONGEST} of {first} tokens will be cut off")
+    else:
+        assert [text.partition(", since")[0] for text in told] == [f"{cut} of {sum(whole)} tokens will be cut off"]
+
+
+def test_packed_rows_that_would_lose_their_documents_are_refused(tmp_path):
+    ids = texts(9, "text").map(lambda row: word_tokenizer()(row["text"]), remove_columns=["text"])
+    rows = ra.pack_documents(ids, 32)
+    kept = {"data_collator": default_data_collator}
+    for more in ({}, kept, {"data_collator": DataCollatorForLanguageModeling(word_tokenizer(), mlm=False)}):
+        with pytest.raises(ValueError, match=r"packed, and this Trainer drops their position_ids: pass data_collator"):
+            of_sft(tmp_path, 1, rows, more)
+    trainer = of_sft(tmp_path, 1, rows, kept, remove_unused_columns=False)
+    kind, ring = over(Trainer, 1)
+    plain = kind(tiny_llama(), TrainingArguments(**settings(str(tmp_path))), train_dataset=rows, **kept, **ring)
+    batches = [next(iter(x.get_train_dataloader())) for x in (trainer, plain)]
+    assert all(batch.keys() == {"input_ids", "labels", "position_ids", "attention_mask"} for batch in batches)
