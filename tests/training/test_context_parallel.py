@@ -149,12 +149,9 @@ class WithMesh(Accelerator):
     """The part of an accelerator that rings see; `sizes` are fields of a ParallelismConfig."""
 
     def __init__(self, mesh, **sizes):
-        self.state = SimpleNamespace(
-            num_processes=4,
-            device=torch.device("cpu"),
-            device_mesh=mesh,
-            parallelism_config=ParallelismConfig(**sizes) if sizes else None,
-        )
+        config = ParallelismConfig(**sizes) if sizes else None
+        of_processes = {"num_processes": 4, "device": torch.device("cpu")}
+        self.state = SimpleNamespace(**of_processes, device_mesh=mesh, parallelism_config=config)
         self.dataloader_config = DataLoaderConfiguration()
         self._dataloaders, self._schedulers = [], []
 

@@ -41,9 +41,8 @@ def late_makers(rank, name, num_workers=0):
     model = tiny_llama(num_hidden_layers=3)
     ra.patch_config(model.config, "window:5", layers=[1])
     ra.patch_model(model, ring=ring)
-    loader = ring.prepare_data_loader(
-        DataLoader(rows, batch_size=batch_size, collate_fn=collator, num_workers=num_workers)
-    )
+    loader = DataLoader(rows, batch_size=batch_size, collate_fn=collator, num_workers=num_workers)
+    loader = ring.prepare_data_loader(loader)
     by_batch = []
     with makers() as names:
         for batch in loader:

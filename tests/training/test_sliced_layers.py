@@ -1,5 +1,6 @@
 """Layers in slices: results and gradients of whole rows, one gradient a parameter, less memory, and refusals on all ranks."""
 
+import collections
 import copy
 import pickle
 import re
@@ -31,11 +32,8 @@ def tokens(*shape, seed=1):
 
 def step(model, ids):
     """The logits, the gradients, and how often each parameter got one."""
-    fired = {}
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.update({name: fired.get(name, 0) + 1}))
-        for name, parameter in model.named_parameters()
-    ]
+    fired, parameters = collections.Counter(), model.named_parameters()
+    hooks = [x.register_post_accumulate_grad_hook(lambda _, name=name: fired.update([name])) for name, x in parameters]
     model.zero_grad()
     logits = model(input_ids=ids, use_cache=False).logits
     logits.square().mean().backward()
@@ -76,9 +74,8 @@ def test_slices_inside_of_checkpoints(reentrant):
     seen = slices_of(model)
     sliced, found, fired = step(ra.sliced_layers(model, 10), ids)
     assert_exact(sliced, logits)
-    assert (
-        gradients_distance(found, gradients) <= EXACT and {*fired.values()} == {1} and fired.keys() == gradients.keys()
-    )
+    assert gradients_distance(found, gradients) <= EXACT
+    assert {*fired.values()} == {1} and fired.keys() == gradients.keys()
     assert {*seen} == {(1, 7), (1, 10)} and len(seen) in {None: (8,), False: (11, 12), True: (12,)}[reentrant]
 
 
@@ -212,9 +209,7 @@ def test_norms_save_their_input_only():
 
 
 #: Other layers that are as wide as MLPs.
-OTHERS = re.compile(
-    r"attn|attention|mixer|mamba|vision|image|audio|vqmodel|embedding_projection|projector|laurel|lm_head"
-)
+OTHERS = "attn|attention|mixer|mamba|vision|image|audio|vqmodel|embedding_projection|projector|laurel|lm_head"
 #: Types whose layers have the weights of their MLP themselves, or no MLP.
 WITHOUT = {
     *("bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small"),
@@ -232,9 +227,8 @@ def test_every_type(model_type):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     if model_type in WITHOUT:
-        with pytest.raises(
-            NotImplementedError, match=f"{type(model).__name__} has no module named mlp, ffn or feed_forward"
-        ):
+        told = f"{type(model).__name__} has no module named mlp, ffn or feed_forward"
+        with pytest.raises(NotImplementedError, match=told):
             ra.sliced_layers(model)
         return
     experts = any("expert" in path for path, _ in model.named_parameters())
@@ -247,7 +241,7 @@ def test_every_type(model_type):
     inside = tuple(f"{path}." for path in sliced)
     for path, module in model.named_modules():
         if isinstance(module, (torch.nn.Linear, Conv1D)) and {INNER, 2 * INNER} & {*module.weight.shape}:
-            assert experts or OTHERS.search(path) or path.startswith(inside), path
+            assert experts or re.search(OTHERS, path) or path.startswith(inside), path
         whole = r"vision|image|audio|projector|embeddings|MultiHead|router" + r"|expert|\.mlp\." * experts
         named = f"{path} {type(module).__name__}"
         if re.search("(RMS|Layer)Norm$", named) and not re.search(whole, named) and not [*module.children()]:
@@ -291,9 +285,8 @@ def test_the_old_name_computes_no_norms_in_slices(caplog):
     logits, *_ = step(model, ids)
     assert_exact(step(ra.sliced_mlp(model, 5), ids)[0], logits)
     assert {type(x).__name__ for x in model.modules() if "forward" in vars(x)} == {"LlamaMLP"}
-    assert [x.message for x in caplog.records if "sliced_mlp" in x.message] == [
-        "sliced_mlp goes in version 0.4: call sliced_layers, which computes norms in slices too"
-    ]
+    (told,) = [x.message for x in caplog.records if "sliced_mlp" in x.message]
+    assert told == "sliced_mlp goes in version 0.4: call sliced_layers, which computes norms in slices too"
     ra.sliced_layers(model, 5)
     assert {type(x).__name__ for x in model.modules() if "forward" in vars(x)} == {"LlamaMLP", "LlamaRMSNorm"}
     assert_exact(step(model, ids)[0], logits)
@@ -313,9 +306,7 @@ def test_other_results_than_one_tensor_are_refused():
     ra.sliced_layers(model, 10)
     with pytest.raises(ValueError, match=r"expected a tensor of \(1, 10\) x width from LlamaMLP, got \(1, 1, 32\)"):
         model(tokens(1, 20))
-    with pytest.raises(
-        ValueError, match=r"expected inputs of one shape x width, got \[\(1, 2\), \(1, 3\)\] for LlamaMLP"
-    ):
+    with pytest.raises(ValueError, match=r"inputs of one shape x width, got \[\(1, 2\), \(1, 3\)\] for LlamaMLP"):
         mlp(torch.ones(1, 2, 32), torch.ones(1, 3, 32))
 
 
@@ -415,13 +406,10 @@ def gradients_on(rank, wrap, reentrant):
     if reentrant is not None:
         checkpoint_activations(model, {"use_reentrant": reentrant})
     seen, called = slices_of(model), model
-    if wrap == "fsdp2":
-        for part in (*(layer.mlp for layer in model.model.layers), *model.model.layers, model):
-            fully_shard(part)
-    elif wrap != "fsdp2 of layers":
+    if wrap.startswith("ddp"):
         called = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=wrap == "ddp unused")
     else:
-        for part in (*model.model.layers, model):
+        for part in (*(layer.mlp for layer in model.model.layers if wrap == "fsdp2"), *model.model.layers, model):
             fully_shard(part)
     _, found, fired = step(called, tokens(1, LENGTHS[rank], seed=LENGTHS[rank]))
     found = {name.removeprefix("module."): whole(x) for name, x in found.items()}
@@ -432,15 +420,8 @@ def gradients_on(rank, wrap, reentrant):
 
 @pytest.mark.parametrize(
     ("wrap", "reentrant"),
-    [
-        ("ddp", None),
-        ("ddp", True),
-        ("ddp unused", None),
-        ("ddp unused", False),
-        ("fsdp2", None),
-        ("fsdp2 of layers", False),
-    ],
-)
+    [("ddp", None), ("ddp", True), ("ddp unused", None), ("ddp unused", False), ("fsdp2", None), ("fsdp2 of layers", False)],
+)  # fmt: skip
 def test_ranks_with_other_numbers_of_slices(wrap, reentrant, programs):
     programs.run(gradients_on, 2, wrap, reentrant)
 
@@ -450,13 +431,10 @@ def refused_by(rank):
     for layer in model.model.layers:
         fully_shard(layer.mlp.up_proj)
     fully_shard(model)
-    with pytest.raises(
-        NotImplementedError, match="each slice would gather the weights of up_proj: shard LlamaMLP or its layer as one"
-    ):
+    told = "each slice would gather the weights of up_proj: shard "
+    with pytest.raises(NotImplementedError, match=f"{told}LlamaMLP or its layer as one"):
         model(tokens(1, (20, 5)[rank]))
-    with pytest.raises(
-        NotImplementedError, match=r"each slice would gather the weights of up_proj: shard model\.layers\.0\.mlp or"
-    ):
+    with pytest.raises(NotImplementedError, match=rf"{told}model\.layers\.0\.mlp or"):
         ra.sliced_layers(model, 5)
 
 

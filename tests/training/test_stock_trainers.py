@@ -44,9 +44,8 @@ def language(folder, make=tiny_llama):
 
 def tokens(count=8):
     tokenizer = word_tokenizer()
-    return texts(count, "text").map(
-        lambda row: {"input_ids": tokenizer(row["text"])["input_ids"]}, remove_columns=["text"]
-    )
+    rows = texts(count, "text")
+    return rows.map(lambda row: {"input_ids": tokenizer(row["text"])["input_ids"]}, remove_columns=["text"])
 
 
 def finished(trainer):

@@ -47,9 +47,8 @@ def by_trainer(folder, ring_size, resume=None, eval_counts=(5,), **changes):
     changes = {"steps": 6, "gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 3, **changes}
     data = {"train_dataset": stream(3, 4, 2), "eval_dataset": stream(*eval_counts), "compute_metrics": count_rows}
     args = TrainingArguments(**settings(folder, **changes))
-    made = kind(
-        saved(folder, type(tiny_llama()), tiny_llama), args, data_collator=default_data_collator, **data, **ring
-    )
+    model = saved(folder, type(tiny_llama()), tiny_llama)
+    made = kind(model, args, data_collator=default_data_collator, **data, **ring)
     made.train(resume_from_checkpoint=resume)
     return weights(made.model), [entry for entry in made.state.log_history if "train_runtime" not in entry]
 
@@ -96,9 +95,8 @@ def test_a_run_goes_on_in_the_middle_of_a_stream(tmp_path, programs):
 
 def by_loop(folder, ring_size, sharded=False, dispatch=None, steps=None):
     """A loop of three epochs with accumulation: the weights, and the rows of each epoch that all rings read together."""
-    accelerator = Accelerator(
-        gradient_accumulation_steps=2, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch)
-    )
+    dispatching = DataLoaderConfiguration(dispatch_batches=dispatch)
+    accelerator = Accelerator(gradient_accumulation_steps=2, dataloader_config=dispatching)
     ring = None if ring_size is None else ra.Ring.from_accelerator(accelerator, ring_size)
     model = ra.patch_model(saved(folder, type(tiny_llama()), tiny_llama), ring=ring)
     loader = DataLoader(stream(3, 4, 2), 2, collate_fn=default_data_collator)
