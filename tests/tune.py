@@ -65,7 +65,7 @@ class Scale(NamedTuple):
 
 
 LARGE = Scale((128, 64), (32, 8), 32768, 4096, 16, 5, 2, 99, 1)
-SMALL = Scale((64,), (2, 1), 32, 32, 1, 1, 1, 3, 4)
+SMALL = Scale((64,), (2, 1), 32, 32, 1, 1, 1, 2, 4)
 
 
 class Workload(NamedTuple):
@@ -87,31 +87,19 @@ WORKLOADS = (
     Workload("packed long", "exact", 40, True),
 )
 #: Candidates: rows, keys, warps and the most stages; how they loop over a tile; whether tiles of few keys take smaller blocks.
-BLOCKS: dict[str, tuple[list[tuple[int, int, int, int]], tuple[str, ...], tuple[bool, ...]]] = {
+BLOCKS = {
     "forward": (
-        [(128, 64, 8, 3), (64, 64, 4, 3), (128, 64, 4, 3), (64, 32, 4, 3), (128, 32, 8, 3), (128, 128, 8, 2)],
-        ("split", "edges", "one"),
+        "128 64 8 3, 64 64 4 3, 128 64 4 3, 64 32 4 3, 128 32 8 3, 128 128 8 2",
+        "split edges one",
         (True, False),
     ),
-    "dq": (
-        [(128, 64, 8, 3), (64, 32, 4, 3), (128, 32, 8, 3), (64, 64, 4, 3), (128, 32, 4, 3)],
-        ("staged", "edges", "one"),
-        (True, False),
-    ),
+    "dq": ("128 64 8 3, 64 32 4 3, 128 32 8 3, 64 64 4 3, 128 32 4 3", "staged edges one", (True, False)),
     "dkdv": (
-        [
-            (32, 64, 4, 3),
-            (64, 128, 8, 3),
-            (64, 64, 4, 2),
-            (64, 64, 8, 3),
-            (64, 128, 8, 2),
-            (32, 128, 8, 3),
-            (32, 32, 4, 3),
-        ],
-        ("staged", "edges", "split", "one"),
+        "32 64 4 3, 64 128 8 3, 64 64 4 2, 64 64 8 3, 64 128 8 2, 32 128 8 3, 32 32 4 3",
+        "staged edges split one",
         (False,),
     ),
-    "few_keys": ([(64, FEW_KEYS, 4, 2), (32, FEW_KEYS, 4, 2)], ("staged", "one"), (False,)),
+    "few_keys": (f"64 {FEW_KEYS} 4 2, 32 {FEW_KEYS} 4 2", "staged one", (False,)),
 }
 #: The most numbers of a sum that a warp holds: 64 registers of each of 32 threads.
 MOST_OF_A_WARP = 2048
@@ -146,7 +134,8 @@ def candidates(now: Settings, width: int, kind: str, shared: int) -> Candidates:
     for kernel, (blocks, loops, smalls) in BLOCKS.items():
         today = getattr(now, kernel)
         every = [today] if kernel == "few_keys" else [*today]
-        for small, (rows, keys, warps, most), loop in itertools.product(smalls, blocks, loops):
+        for small, block, loop in itertools.product(smalls, blocks.split(", "), loops.split()):
+            rows, keys, warps, most = map(int, block.split())
             stays = rows if kernel in ("forward", "dq") else keys
             staged = (Setting(rows, keys, warps, stages, loop, small) for stages in range(most, 0, -1))
             fits = (setting for setting in staged if shared_bytes(kernel, setting, width, kind) <= shared)
@@ -335,9 +324,8 @@ def tune_width(
         begin = time.monotonic()
         for workload in workloads:
             ratios_on(report, scale, workload, shape, now, [])
-    fits = int(
-        max(0.0, end - time.monotonic()) / (time.monotonic() - begin) / 2
-    )  # A trial may take twice as long as today's.
+    # A trial may take twice as long as today's.
+    fits = int(max(0.0, end - time.monotonic()) / (time.monotonic() - begin) / 2)
     for item in itertools.chain.from_iterable(trial.items() for trial in trials[fits:]):
         report.note("left out", named(shape.head_dim, *item), "there was no time to time it")
     every = {x.name: ratios_on(report, scale, x, shape, now, trials[:fits]) for x in workloads}
@@ -436,7 +424,7 @@ def main(words: Sequence[str] | None = None) -> None:
     """Finds settings, writes figures, and ends with status 1 for wrong numbers and errors."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=290, help="the most seconds (default: 290)")
-    parser.add_argument("--small", action="store_true", help="two or three candidates at small sizes, also on a CPU")
+    parser.add_argument("--small", action="store_true", help="two candidates at small sizes, also on a CPU")
     parser.add_argument("--json", type=Path, default=Path("tune.json"), help="default: tune.json")
     args = parser.parse_args(words)
     report = Report(args.seconds, args.small, args.json)

@@ -8,7 +8,6 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import hf_ring_attention as ra
-from hf_ring_attention.cli import main as cli
 from hf_ring_attention.cli.calibrate import rows_of
 from hf_ring_attention.evaluation import progress
 from tests.support.checkpoints import save_checkpoint_of_words, save_tiny_checkpoint
@@ -28,15 +27,13 @@ def words_of(folder, *more):
     return [*model.split(), *(word for pattern in MENU for word in ("--menu", pattern)), *map(str, more)]
 
 
-def test_files_and_figures_are_those_of_the_library(folder, capsys, monkeypatch):
+def test_files_and_figures_are_those_of_the_library(folder, ended, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 1e-6)
     output = folder / "chosen"
-    more = ["--rows", 2, "--output", output, "--plot", folder / "layers.png"]
-    with pytest.raises(SystemExit) as end:
-        cli.main(words_of(folder, *more))
-    printed, told = capsys.readouterr()
-    assert not end.value.code and "fox.txt" in printed and "window:16+1" in printed
+    words = words_of(folder, "--rows", 2, "--output", output, "--plot", folder / "layers.png")
+    status, printed, told = ended(words)
+    assert not status and "fox.txt" in printed and "window:16+1" in printed
     assert "calibrate: " in told and "pass/s" in told  # stderr is a file here, which hears how far it is.
 
     chosen = ra.Calibration.load(output / "calibration.json")
@@ -66,9 +63,8 @@ def test_a_budget_of_bytes(folder, command, refusal):
 
 def test_a_budget_of_the_cache(folder, command):
     output = folder / "chosen"
-    printed = " ".join(
-        command(words_of(folder, "--budget-of", "cache", "--output", output, "--refinements", 0)).split()
-    )
+    words = words_of(folder, "--budget-of", "cache", "--output", output, "--refinements", 0)
+    printed = " ".join(command(words).split())
     chosen = ra.Calibration.load(output / "calibration.json")
     assert chosen.budget_of == "cache" and chosen.share("cache") <= 0.5
     assert f"{chosen.share('cache'):.2%} of its cache (ra.PatternCache)" in printed

@@ -12,7 +12,7 @@ import pytest
 
 import hf_ring_attention as ra
 from hf_ring_attention import __version__
-from hf_ring_attention.cli.main import COMMANDS, main
+from hf_ring_attention.cli.main import COMMANDS
 from hf_ring_attention.cli.output import layer_numbers, print_table, short_bytes, short_count, short_seconds
 from hf_ring_attention.cost.explain import explain
 from hf_ring_attention.cost.layers import explain_layers
@@ -151,7 +151,7 @@ def test_explain_refuses_a_model_that_is_not_computed(tmp_path, refusal):
     assert "models of type 'bloom' are not computed: BloomForCausalLM does not call" in error
 
 
-def test_models_say_what_works_and_why_not(command, capsys):
+def test_models_say_what_works_and_why_not(command, ended):
     """A type that is not listed is named after the others were answered."""
     printed = command("models")
     assert re.search(r"^llama +supported +yes +yes", printed, re.MULTILINE)
@@ -160,12 +160,10 @@ def test_models_say_what_works_and_why_not(command, capsys):
         ("modernbert", "predict the next token, and 'modernbert' is of another kind: ra.patch_model(model) accepts"),
         ("lama", "'lama' is not a model type of Transformers"),
     ):
-        with pytest.raises(SystemExit) as end:
-            main(["models", "gpt2", name])
-        printed = capsys.readouterr()
-        assert end.value.code == 2 and message in printed.err
-        assert re.search(r"^gpt2 +supported", printed.out, re.MULTILINE)
-    assert "did you mean llama" in printed.err
+        status, printed, error = ended(f"models gpt2 {name}")
+        assert status == 2 and message in error
+        assert re.search(r"^gpt2 +supported", printed, re.MULTILINE)
+    assert "did you mean llama" in error
 
 
 def test_a_refused_estimate_leaves_the_garbage_collector_on(gemma, refusal):
@@ -198,8 +196,7 @@ def test_tables_show_every_character_of_every_cell(capsys):
 
 def test_numbers_are_short():
     assert [short_count(n) for n in (131072, 1 << 20, 1000, 3 << 19)] == ["128k", "1M", "1000", "1536k"]
-    assert [short_bytes(n) for n in (12, 1536, 5 << 20, 3 << 30, 1 << 40)] == [
-        "12 B", "1.5 KiB", "5.0 MiB", "3.0 GiB", "1.0 TiB",
-    ]  # fmt: skip
+    sizes = ["12 B", "1.5 KiB", "5.0 MiB", "3.0 GiB", "1.0 TiB"]
+    assert [short_bytes(n) for n in (12, 1536, 5 << 20, 3 << 30, 1 << 40)] == sizes
     assert [short_seconds(n) for n in (2.5, 0.0125, 3e-6, 4e-9)] == ["2.5 s", "12.5 ms", "3 µs", "4 ns"]
     assert layer_numbers([0, 1, 2, 4, 6, 7]) == "0-2, 4, 6-7"

@@ -33,17 +33,15 @@ def test_figures_are_those_of_the_library(model, command):
         (text, pattern) for text in (fox, dog, "all") for pattern in ("exact", "window:4+1")
     ]
     checkpoint, tokenizer = (kind.from_pretrained(model / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
-    sums = {}
+    sums = {"exact": [0, 0], "window:4+1": [0, 0]}
     for row in rows[:4]:
         with open(row["text"]) as text:
             ids = tokenizer(text.read(), return_tensors="pt").input_ids[:, :300]
         report = ra.perplexity(ra.patch_model(checkpoint, row["pattern"]), ids)
         assert (row["nll"], row["tokens"]) == (pytest.approx(report.nll), ids.shape[1] - 1)
         assert row["perplexity"] == pytest.approx(report.perplexity)
-        nll, tokens = sums.get(row["pattern"], (0, 0))
-        sums[row["pattern"]] = nll + report.nll, tokens + report.tokens
-    for row in rows[4:]:
-        nll, tokens = sums[row["pattern"]]
+        sums[row["pattern"]] = [x + y for x, y in zip(sums[row["pattern"]], (report.nll, report.tokens))]
+    for row, (nll, tokens) in zip(rows[4:], sums.values(), strict=True):
         assert row["perplexity"] == pytest.approx(math.exp(nll / tokens))
     assert rows[0]["perplexity"] != rows[1]["perplexity"]
     assert rows[1]["share_of_exact_flops"] < rows[0]["share_of_exact_flops"] == 1

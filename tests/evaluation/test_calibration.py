@@ -13,24 +13,25 @@ from hf_ring_attention.evaluation.calibration import calibrate as calibrate_modu
 from hf_ring_attention.evaluation.calibration import search
 from hf_ring_attention.evaluation.calibration.passes import measure_text
 from hf_ring_attention.evaluation.calibration.texts import plain_text
-from hf_ring_attention.evaluation.whole_files import own_folder
+from hf_ring_attention.evaluation.whole_files import own_folder, whole_file, write_whole
 from tests.support.calibrations import MENU, calibrated, model_of, random_texts
 from tests.support.checkpoints import save_calibration
 from tests.support.neighbours import with_lora
 from tests.support.ranks import run_simulated
 from tests.support.tiny_models import VOCAB, tiny_model
 from tests.support.tolerance import float64
+from tests.support.training import SIZES
 
 
 def test_a_pass_leaves_a_model_as_it_was(rng):
-    [ids] = random_texts(rng, 1, 64)
+    def settings():
+        return [x.requires_grad for x in model.parameters()], [module.training for module in model.modules()]
+
     model = model_of().train()
     next(model.parameters()).requires_grad_(False)
-    before = [parameter.requires_grad for parameter in model.parameters()]
-    modes = [module.training for module in model.modules()]
-    calibrated(model, [ids])
-    assert [parameter.requires_grad for parameter in model.parameters()] == before
-    assert [module.training for module in model.modules()] == modes
+    before = settings()
+    calibrated(model, random_texts(rng, 1, 64))
+    assert settings() == before
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any("tap" in name for module in model.modules() for name in vars(module))
     assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
@@ -73,12 +74,8 @@ def test_scores_find_the_head_that_looks_far(rng):
                 if (number, other) != (layer, head):
                     one.self_attn.o_proj.weight[:, other * width : (other + 1) * width] *= 1e-3
     chosen = calibrated(model, random_texts(rng), menu=["window:4", "exact"], budget=0.4)
-    assert [
-        (number, other)
-        for number, patterns in chosen.of_heads().items()
-        for other, pattern in enumerate(patterns)
-        if pattern == ra.Pattern.exact()
-    ] == [(layer, head)]
+    heads = [(number, other, one) for number, every in chosen.of_heads().items() for other, one in enumerate(every)]
+    assert [(number, other) for number, other, one in heads if one == ra.Pattern.exact()] == [(layer, head)]
 
 
 def test_two_ranks_choose_what_one_process_chooses(rng):
@@ -199,9 +196,7 @@ def test_a_folder_that_cannot_be_used_is_refused_on_all_ranks(rng, tmp_path):
 
 def test_the_bar_counts_what_was_measured_before(rng, tmp_path, monkeypatch):
     bars, make = [], calibrate_module.progress_bar
-    monkeypatch.setattr(
-        calibrate_module, "progress_bar", lambda *args, **kwargs: bars.append(make(*args, **kwargs)) or bars[-1]
-    )
+    monkeypatch.setattr(calibrate_module, "progress_bar", lambda *x, **y: bars.append(make(*x, **y)) or bars[-1])
     texts, model = random_texts(rng), model_of()
     for _ in range(2):
         calibrated(model, texts, folder=tmp_path / "measured", progress=True)
@@ -265,17 +260,11 @@ def test_layers_with_windows_keep_them(rng):
         calibrated(tiny_model("mistral", "ring_dilated", sliding_window=8), texts)
 
 
-# ---- refusals
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"budget": 0}, "budget must be a share above 0 and at most 1, got 0"),
-        (
-            {"budget": 0.001},
-            r"budget=0.001 is below the cheapest pattern of the menu, window:4\+1: \d+ / \d+ = 0\.\d+ of exact",
-        ),
+        ({"budget": 0.001}, r"is below the cheapest pattern of the menu, window:4\+1: \d+ / \d+ = 0\.\d+ of exact"),
         ({"budget_of": "rows"}, "budget_of must be one of 'flops', 'cache_reads', 'cache', 'bytes', got 'rows'"),
         ({"budget_of": "bytes"}, "a ring that moves bytes: ranks must be an integer of at least 2, got 1"),
         ({"ranks": 4}, "ranks=4 needs budget_of='bytes', got 'flops': leave it out"),
@@ -318,9 +307,8 @@ def test_losses_that_are_not_finite_are_refused(rng, tmp_path, ranks):
             model.get_input_embeddings().weight[VOCAB - 1] = torch.nan
 
     def measure(ring):
-        with pytest.raises(
-            ValueError, match=r"calibrate: \d+ of \d+ losses of LlamaForCausalLM .* are infinite or NaN: use"
-        ):
+        told = r"calibrate: \d+ of \d+ losses of LlamaForCausalLM .* are infinite or NaN: use"
+        with pytest.raises(ValueError, match=told):
             calibrated(models[ring.rank], texts, ring=ring, folder=tmp_path / "measured")
 
     run_simulated(measure, ranks)
@@ -328,13 +316,13 @@ def test_losses_that_are_not_finite_are_refused(rng, tmp_path, ranks):
 
 
 def test_models_that_predict_no_next_tokens_are_refused(rng):
-    config = ModernBertConfig(
-        vocab_size=VOCAB, hidden_size=32, num_attention_heads=4, num_hidden_layers=2, pad_token_id=0
-    )
-    with pytest.raises(ValueError, match="calibrate: ModernBertForMaskedLM does not compute the loss of next tokens"):
-        calibrated(ModernBertForMaskedLM(config), random_texts(rng))
-    with pytest.raises(ValueError, match="calibrate: expected a Transformers model"):
-        calibrated(nn.Linear(2, 2), random_texts(rng))
+    masked = ModernBertForMaskedLM(ModernBertConfig(**SIZES, pad_token_id=0))
+    for model, message in (
+        (masked, "ModernBertForMaskedLM does not compute the loss of next tokens"),
+        (nn.Linear(2, 2), "expected a Transformers model"),
+    ):
+        with pytest.raises(ValueError, match=f"calibrate: {message}"):
+            calibrated(model, random_texts(rng))
 
 
 def test_ranks_that_differ_are_refused(rng):
@@ -385,3 +373,18 @@ def test_what_is_no_calibration_is_refused(tmp_path):
         (tmp_path / "text.json").write_text(text)
         with pytest.raises(ValueError, match=r"text\.json is not a JSON file"):
             ra.Calibration.load(tmp_path / "text.json")
+
+
+def test_a_file_is_replaced_whole_or_left_alone(tmp_path):
+    """Whatever happens while it is written."""
+
+    def fill_the_disk(part):
+        part.write_text("ne")
+        assert (tmp_path / "a").read_text("utf-8") == "new €" and part.parent == tmp_path
+        raise OSError("the disk is full")
+
+    for text in ("old", "new €"):
+        write_whole(tmp_path / "a", text)
+    with pytest.raises(OSError, match="full"), whole_file(tmp_path / "a") as part:
+        fill_the_disk(part)
+    assert [(path.name, path.read_text("utf-8")) for path in tmp_path.iterdir()] == [("a", "new €")]

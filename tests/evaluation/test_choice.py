@@ -19,14 +19,18 @@ def nothing_together(costs):
     return np.zeros((*costs.shape, *costs.shape))
 
 
+def drawn_costs(rng, fewest=1):
+    """The numbers of groups and patterns, the costs of each, and a budget between the cheapest and the dearest."""
+    groups, patterns = rng.randint(fewest, 5), rng.randint(2, 4)
+    costs = np.array([[rng.randint(1, 30) for _ in range(patterns)] for _ in range(groups)])
+    return groups, patterns, costs, rng.uniform(costs.min(1).sum(), costs.max(1).sum())
+
+
 def test_a_choice_is_within_its_budget_and_nearly_the_best(rng):
     for _ in range(20):
-        groups, patterns = rng.randint(1, 4), rng.randint(2, 4)
-        costs = np.array([[rng.randint(1, 30) for _ in range(patterns)] for _ in range(groups)])
+        groups, patterns, costs, budget = drawn_costs(rng)
         scores = np.array([[rng.random() * rng.choice([1, -0.2]) for _ in range(patterns)] for _ in range(groups)])
-        budget = rng.uniform(costs.min(1).sum(), costs.max(1).sum())
-        chosen = choose(scores, costs, budget, nothing_together(costs))
-        every = np.arange(groups)
+        chosen, every = choose(scores, costs, budget, nothing_together(costs)), np.arange(groups)
         assert costs[every, chosen].sum() <= budget
         others = map(np.array, itertools.product(range(patterns), repeat=groups))
         harms = [(scores[every, x].sum(), (x != chosen).sum()) for x in others if costs[every, x].sum() <= budget]
@@ -61,9 +65,8 @@ def random_products(rng, groups, patterns, tokens=6):
 def test_a_choice_of_what_groups_change_together_cannot_be_bettered_by_a_change(rng):
     won = 0
     for _ in range(20):
-        groups, patterns = rng.randint(2, 5), rng.randint(2, 4)
-        costs = np.array([[rng.randint(1, 30) for _ in range(patterns)] for _ in range(groups)])
-        products, budget = random_products(rng, groups, patterns), rng.uniform(costs.min(1).sum(), costs.max(1).sum())
+        groups, patterns, costs, budget = drawn_costs(rng, 2)
+        products = random_products(rng, groups, patterns)
         scores = np.array([[rng.uniform(-0.1, 0.1) for _ in range(patterns)] for _ in range(groups)])
         every = np.arange(groups)
 

@@ -35,78 +35,31 @@ def opened(tokenizer, count):
     return tokenizer
 
 
-def losses_behind(model, opening, ids):
-    """The loss of each token of a row behind those that open it, the first of all left out."""
-    row = torch.cat([opening, ids])
-    with torch.no_grad():
-        logits = model(row[None]).logits[0, :-1].float()
-    return torch.nn.functional.cross_entropy(logits, row[1:], reduction="none")[-len(ids) :]
+@pytest.mark.parametrize("count", [0, 1, 2])
+@pytest.mark.parametrize("strided", [False, True])
+def test_windows_open_and_score_each_token_in_the_first_of_them(rng, strided, count):
+    """As in the loop of Hugging Face's guide, where labels before the new tokens are ignored.
 
-
-def guide(model, ids, window, stride):
-    """The sum and the number of losses, as in the loop of Hugging Face's guide: labels before the new ones are ignored."""
-    nll, tokens, before = 0.0, 0, 0
-    for begin in range(0, len(ids), stride):
-        end = min(begin + window, len(ids))
-        labels = ids[begin:end].clone()
-        labels[: -(end - before)] = -100
-        with torch.no_grad():
-            logits = model(ids[None, begin:end]).logits[0, :-1].float()
-        nll += float(torch.nn.functional.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum"))
-        tokens += int((labels[1:] != -100).sum())
-        before = end
-        if end == len(ids):
-            break
-    return nll, tokens
-
-
-def test_a_stride_is_that_of_the_guide(rng):
+    Without a stride windows follow each other, and a rest is left out. The first token of a row has no loss.
+    """
     model = tiny_llama()
     for _ in range(4):
-        length, window = rng.randint(2, 60), rng.randint(2, 30)
-        stride = rng.randint(1, window)
-        ids = torch.randint(1, 97, (length,))
-        nll = windowed_nll(model, ids, window, stride)
-        scored = ~nll.isnan()
-        expected, tokens = guide(model, ids, window, stride)
-        assert int(scored.sum()) == tokens, (length, window, stride)
-        assert float(nll[scored].double().sum()) == pytest.approx(expected, rel=EXACT)
-        assert not scored[0] and (stride == window or int(scored.sum()) == length - 1)
-
-
-def test_windows_of_a_stride_open(rng):
-    """Each token of the text is scored once, in the first window that contains it."""
-    model = tiny_llama()
-    for _ in range(4):
-        length, window, count = rng.randint(2, 60), rng.randint(5, 30), rng.randint(1, 2)
-        stride = rng.randint(1, window)
+        length, window = rng.randint(2, 60), rng.randint(5, 30)
+        stride, room = rng.randint(1, window) if strided else None, window - count
         opening, ids = torch.randint(1, 97, (count,)), torch.randint(1, 97, (length,))
         nll = windowed_nll(model, torch.cat([opening, ids]), window, stride, opening=count)
-        assert nll.isnan().tolist() == [True] * count + [False] * length
-        room, step, windows = window - count, min(stride, window - count), {}
-        for token in range(length):
-            first = 0 if token < room else -(-(token + 1 - room) // step) * step
-            if first not in windows:
-                windows[first] = losses_behind(model, opening, ids[first : first + room])
-            expected = float(windows[first][token - first])
-            assert float(nll[count + token]) == pytest.approx(expected, rel=EXACT), (length, window, stride)
-
-
-@pytest.mark.parametrize("count", [0, 1])
-def test_without_a_stride_windows_follow_each_other_and_a_rest_is_left_out(rng, count):
-    model, window = tiny_llama(), rng.randint(6, 20)
-    room, opening = window - count, torch.randint(1, 97, (count,))
-    for length in (rng.randint(3, room - 1), room, 3 * room + rng.randint(1, room - 1)):
-        ids = torch.randint(1, 97, (length,))
-        nll = windowed_nll(model, torch.cat([opening, ids]), window, opening=count)[count:]
-        for first in range(0, max(1, length // room) * room, room):
-            own = ids[first : first + room]
-            found, expected = nll[first : first + room], losses_behind(model, opening, own)
-            if not count:
-                assert found[0].isnan()
-                found, expected = found[1:], expected[-len(own) + 1 :]
-            torch.testing.assert_close(found, expected, rtol=EXACT, atol=EXACT)
-        assert nll[max(1, length // room) * room :].isnan().all()
+        step, expected = min(stride or room, room), torch.full((count + length,), torch.nan)
+        for begin in range(0, max(length - room + step, 1), step):
+            part = ids[begin : begin + room]
+            if begin and stride is None and len(part) < room:
+                break
+            with torch.no_grad():
+                logits = model(torch.cat([opening, part])[None]).logits[0, :-1].float()
+            losses = torch.nn.functional.cross_entropy(logits, torch.cat([opening, part])[1:], reduction="none")
+            losses = torch.cat([torch.full((1,), torch.nan), losses])[count:]
+            new = room - step if begin else 0
+            expected[count + begin + new : count + begin + room] = losses[new:]
+        torch.testing.assert_close(nll.double(), expected.double(), rtol=EXACT, atol=EXACT, equal_nan=True)
 
 
 def test_windows_that_cannot_be_are_refused():

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.distributed.fsdp import fully_shard
 from transformers import (
     AutoModelForCausalLM,
@@ -13,11 +12,11 @@ from transformers import (
     LlamaForTokenClassification,
     ModernBertConfig,
     ModernBertForMaskedLM,
-    PreTrainedTokenizerFast,
 )
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.support import check_predicts_next
+from tests.support.checkpoints import word_tokenizer
 from tests.support.ranks import run_simulated
 from tests.support.threads import in_threads
 from tests.support.tiny_models import CAUSAL_TYPES, NOT_BUILT, VOCAB, tiny_config, tiny_model
@@ -106,24 +105,20 @@ def test_it_is_the_same_on_a_ring(model_type, layout, rng):
 
 
 def test_what_a_tokenizer_returns_is_taken():
-    words = Tokenizer(models.WordLevel(vocab={f"w{number}": number for number in range(97)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", padding_side="left")
+    tokenizer = word_tokenizer([f"w{number}" for number in range(97)], pad_token="w0", padding_side="left")
     model = tiny_llama()
     texts = ["w5 w6 w7 w8", "w9 w10"]
     encoded = tokenizer(texts, padding=True, return_tensors="pt")
     assert isinstance(encoded, BatchEncoding)
     right = ra.perplexity(model, encoded["input_ids"], attention_mask=encoded["attention_mask"]).nll
-    assert right == pytest.approx(
-        own(model, torch.tensor([[5, 6, 7, 8]])) + own(model, torch.tensor([[9, 10]])), rel=EXACT
-    )
+    first, second = (own(model, torch.tensor([ids])) for ids in ([5, 6, 7, 8], [9, 10]))
+    assert right == pytest.approx(first + second, rel=EXACT)
     none = torch.zeros_like(encoded["input_ids"])  # A processor also returns token types, and images if it has some.
     of_processor = {**encoded, "token_type_ids": none, "mm_token_type_ids": none.tolist(), "pixel_values": None}
     for batch in (encoded, dict(encoded), tokenizer(texts, padding=True), of_processor):
         assert ra.perplexity(model, batch).nll == right
-    right = own(model, torch.tensor([[5, 6, 7, 8]]))
     for text in (tokenizer("w5 w6 w7 w8"), *(torch.tensor([5, 6, 7, 8], dtype=x) for x in (torch.int64, torch.int32))):
-        assert ra.perplexity(model, text).nll == pytest.approx(right, rel=EXACT)
+        assert ra.perplexity(model, text).nll == pytest.approx(first, rel=EXACT)
 
 
 class OwnPositions(LlamaForCausalLM):
@@ -138,9 +133,6 @@ def test_a_model_that_takes_no_positions_and_returns_a_tuple():
     model = OwnPositions(plain.config)
     model.load_state_dict(plain.state_dict())
     assert ra.perplexity(model, ids).nll == pytest.approx(own(plain, ids), rel=EXACT)
-
-
-# ---- what else runs beside it
 
 
 class Noisy(LlamaForCausalLM):
@@ -171,69 +163,50 @@ def test_threads_score_one_model():
     in_threads(work, 4)
 
 
-# ---- refusals
-
-
 IDS = row(0, 12)
 MASK = torch.ones_like(IDS)
-REFUSED = {
-    "text": ("a text", {}, "input_ids must be rows of integers of one length, got str"),
-    "ragged": ({"input_ids": [[5, 6, 7], [8, 9]]}, {}, "rows of integers of one length.*padding=True"),
-    "labels": (
-        {"input_ids": IDS, "labels": IDS},
-        {},
-        r"expected input_ids and perhaps attention_mask.*, got \['input_ids',",
-    ),
-    "types": ({"input_ids": IDS, "token_type_ids": MASK}, {}, "it scores every token of whole sequences"),
-    "images": (
+BATCH, HOLE = {"input_ids": IDS, "attention_mask": MASK}, (torch.arange(12) != 5).long()[None]
+#: The batch, other arguments, and the error.
+REFUSED = [
+    ("a text", {}, "input_ids must be rows of integers of one length, got str"),
+    ({"input_ids": [[5, 6, 7], [8, 9]]}, {}, "rows of integers of one length.*padding=True"),
+    ({"input_ids": IDS, "labels": IDS}, {}, r"expected input_ids and perhaps attention_mask.*, got \['input_ids',"),
+    ({"input_ids": IDS, "token_type_ids": MASK}, {}, "it scores every token of whole sequences"),
+    (
         {"input_ids": IDS, "mm_token_type_ids": MASK, "pixel_values": None},
         {},
         r"got \['input_ids', 'mm_token_type_ids',",
     ),
-    "twice": (
-        {"input_ids": IDS, "attention_mask": MASK},
-        {"attention_mask": MASK},
-        "attention_mask in the batch and another beside it",
-    ),
-    "float tokens": (IDS.float(), {}, r"input_ids must be integers .*, got torch.float32: pass input_ids.long\(\)"),
-    "a token": (IDS[:, :1], {}, r"2 tokens or more, got \(1, 1\)"),
-    "unknown tokens": (IDS + 97, {}, "input_ids must be from 0 to 96, as LlamaForCausalLM has embeddings, got"),
-    "labels as tokens": (IDS.masked_fill(IDS > 50, -100), {}, "got -100 to .*tokens instead of labels"),
-    "a float mask": (IDS, {"attention_mask": MASK.float()}, "attention_mask must be integers .1 for tokens.*float32"),
-    "an additive mask": (
+    (BATCH, {"attention_mask": MASK}, "attention_mask in the batch and another beside it"),
+    (IDS.float(), {}, r"input_ids must be integers .*, got torch.float32: pass input_ids.long\(\)"),
+    (IDS[:, :1], {}, r"2 tokens or more, got \(1, 1\)"),
+    (IDS + 97, {}, "input_ids must be from 0 to 96, as LlamaForCausalLM has embeddings, got"),
+    (IDS.masked_fill(IDS > 50, -100), {}, "got -100 to .*tokens instead of labels"),
+    (IDS, {"attention_mask": MASK.float()}, "attention_mask must be integers .1 for tokens.*float32"),
+    (IDS, {"attention_mask": -9 * MASK}, "1 for tokens and 0 for padding, got values from -9 to -9"),
+    (IDS, {"attention_mask": MASK[:, :5]}, r"the shape of input_ids \(1, 12\), got \(1, 5\)"),
+    (
         IDS,
-        {"attention_mask": -9 * MASK},
-        "1 for tokens and 0 for padding, got values from -9 to -9",
-    ),
-    "another shape": (IDS, {"attention_mask": MASK[:, :5]}, r"the shape of input_ids \(1, 12\), got \(1, 5\)"),
-    "padding inside": (
-        IDS,
-        {"attention_mask": (torch.arange(12) != 5).long()[None]},
+        {"attention_mask": HOLE},
         "batch row 0 of attention_mask has padding inside: it marks 11 of the tokens 0 to 11",
     ),
-    "no token": (IDS, {"attention_mask": (torch.arange(12) == 5).long()[None]}, "no token to score"),
-}
+    (IDS, {"attention_mask": 1 - HOLE}, "no token to score"),
+]
 
 
 def never(*args):
     raise AssertionError("the model was called")
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_bad_input_is_refused_before_anything_is_computed(name):
-    given, more, message = REFUSED[name]
+@pytest.mark.parametrize(("given", "more", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_bad_input_is_refused_before_anything_is_computed(given, more, message):
     model = tiny_llama()
     model.register_forward_pre_hook(never)
     with pytest.raises(ValueError, match=f"perplexity: .*{message}"):
         ra.perplexity(model, given, **more)
 
 
-ENCODERS = (
-    "bert", "roberta", "big_bird", "roformer", "xmod", "xlm", "xlnet",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("model_type", ENCODERS)
+@pytest.mark.parametrize("model_type", ["bert", "roberta", "big_bird", "roformer", "xmod", "xlm", "xlnet"])
 def test_models_that_see_what_they_are_to_predict_are_refused(model_type):
     setting = {"xlnet": {}, "xlm": {"causal": False}}.get(model_type, {"is_decoder": False})
     model, ids = tiny_model(model_type, "eager", **setting), row(0, 12)
@@ -241,10 +214,9 @@ def test_models_that_see_what_they_are_to_predict_are_refused(model_type):
     changed[0, 6:] = 7
     with torch.no_grad():
         assert not torch.allclose(model(input_ids=ids).logits[:, 0], model(input_ids=changed).logits[:, 0], rtol=1e-3)
-    batch = {"input_ids": ids, "labels": ids}
-    for call in (lambda: ra.perplexity(model, ids), lambda: ra.distillation_loss(model, batch)):
+    for function, batch in ((ra.perplexity, ids), (ra.distillation_loss, {"input_ids": ids, "labels": ids})):
         with pytest.raises(ValueError, match="attends to those behind it"):
-            call()
+            function(model, batch)
 
 
 @pytest.mark.drawn
@@ -301,7 +273,7 @@ def test_rows_longer_than_a_table_of_positions_are_refused(model_type):
 
 def one_bad_rank(rank):
     ring, model = ra.Ring(), tiny_llama()
-    for given, more, message in REFUSED.values():
+    for given, more, message in REFUSED:
         begin = "^perplexity: .*" if rank else "^rank 1 of the ring refused the call: perplexity: .*"
         with pytest.raises(ValueError, match=begin + message):
             ra.perplexity(model, given if rank else IDS, ring=ring, **(more if rank else {}))

@@ -67,9 +67,6 @@ def loaded(tokenizer, **sources):
     return tokens.tokenize(documents.load(sources), tokenizer, sources.columns, sources.dataset)
 
 
-# ---- from sources to tokens
-
-
 FILES = ("folder/a.txt", "folder/b.txt")
 OF_FILES = [f"first line of {name}\n\nsecond line</s>" for name in FILES]
 
@@ -170,9 +167,6 @@ def test_a_template_that_rewrites_turns_is_refused(tokenizer):
     assert tokens.chat_tokens(tokenizer, CHAT[:2])[1][-6:] == [1] * 6
 
 
-# ---- from tokens to rows
-
-
 def tokens_of(*lengths):
     ids = [[100 * number + place for place in range(length)] for number, length in enumerate(lengths)]
     return Dataset.from_dict({"input_ids": ids})
@@ -190,15 +184,6 @@ def test_the_first_tokens_are_held_out_and_the_others_left(tokens, kept, others)
     streamed, rest = documents.hold_out(tokens_of(5, 4, 6).to_iterable_dataset(), tokens)
     assert [len(x["input_ids"]) for x in streamed] == kept  # A stream goes on with the next document.
     assert [x["input_ids"][0] for x in rest] == [100 * number for number in range(len(kept), 3)]
-
-
-def test_more_than_there_is_cannot_be_held_out():
-    with pytest.raises(SystemExit, match="the data have 15 tokens, and 16 are to be held out: hold out fewer"):
-        documents.hold_out(tokens_of(5, 4, 6), 16)
-    with pytest.raises(
-        SystemExit, match="the data have 15 tokens, and all are held out: hold out fewer, or name more data"
-    ):
-        documents.hold_out(tokens_of(5, 4, 6), 15)
 
 
 def lengths_of(row):
@@ -230,23 +215,32 @@ def test_data_without_a_document_to_learn_from_are_refused(sources, tokenizer, t
         documents.prepare(Sources(**sources), tokenizer)
 
 
-def test_too_few_rows_are_told_with_the_arithmetic(tokenizer):
-    sources = Sources(seq_len=4)
-    rows = documents.pack(tokens_of(10), sources)
-    with pytest.raises(SystemExit, match=r"in 3 rows of 4, and 5 or more rows are needed: about 5 \* 4 = 20"):
-        documents.describe(rows, sources, needed=5)
-    with pytest.raises(SystemExit, match=r"the stream has 3 row\(s\) of 4 tokens, and 5 or more are needed"):
-        documents.describe(rows.to_iterable_dataset(), sources, needed=5)
-
-
 def test_other_data_have_another_digest():
     assert documents.digest(tokens_of(5, 4)) == documents.digest(tokens_of(5, 4))
     assert len({documents.digest(x) for x in (tokens_of(5, 4), tokens_of(4, 5), tokens_of(5, 4, 3))}) == 3
 
 
-def test_held_out_documents_without_anything_to_predict_are_refused():
-    held_out = documents.HeldOut(
-        torch.ones(1, 4, dtype=torch.int64), torch.ones(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.bool)
-    )
-    with pytest.raises(SystemExit, match="have no token to predict: hold out more"):
-        held_out.loss(tiny_llama(), ra.Ring.alone())
+def too_few_rows(streaming):
+    sources = Sources(seq_len=4)
+    rows = documents.pack(tokens_of(10), sources)
+    return documents.describe(rows.to_iterable_dataset() if streaming else rows, sources, needed=5)
+
+
+def nothing_to_predict():
+    ones = torch.ones(1, 4, dtype=torch.int64)
+    return documents.HeldOut(ones, ones, ones == 0).loss(tiny_llama(), ra.Ring.alone())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: documents.hold_out(tokens_of(5, 4, 6), 16), "have 15 tokens, and 16 are to be held out: hold out fewer"),
+        (lambda: documents.hold_out(tokens_of(5, 4, 6), 15), "15 tokens, and all are held out: hold out fewer, or name more"),
+        (lambda: too_few_rows(False), r"in 3 rows of 4, and 5 or more rows are needed: about 5 \* 4 = 20"),
+        (lambda: too_few_rows(True), r"the stream has 3 row\(s\) of 4 tokens, and 5 or more are needed"),
+        (nothing_to_predict, "have no token to predict: hold out more"),
+    ],
+)  # fmt: skip
+def test_too_few_tokens_are_refused_with_the_arithmetic(call, message):
+    with pytest.raises(SystemExit, match=message):
+        call()

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from hf_ring_attention.evaluation.whole_files import own_folder
-from tests.support.recipe_runs import ENVIRONMENT, STEPS, at_step, losses_of, save_inputs, words
+from tests.support.recipe_runs import STEPS, at_step, launch, losses_of, refused, run, save_inputs, words
 
 
 @pytest.fixture(scope="module")
@@ -31,63 +31,38 @@ def folder(tmp_path_factory):
     return save_inputs(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture
-def here(monkeypatch):
-    """Runs a recipe in this process, whose name is that of a module."""
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-
-    def run(recipe, arguments):
-        monkeypatch.setattr("sys.argv", [recipe.__name__, *arguments])
-        recipe.main()
-
-    return run
-
-
 @pytest.fixture(scope="module")
 def whole(folder):
     """The losses of a run that nothing interrupts."""
-    output = folder / "whole"
-    output.mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ENVIRONMENT.items():
-            patch.setenv(name, value)
-        patch.setattr("sys.argv", ["finetune.py", *words(folder, output)])
-        finetune.main()
+    return losses_after(folder, folder / "whole")
+
+
+def losses_after(folder, output, *more):
+    output.mkdir(exist_ok=True)
+    run("finetune.py", *words(folder, output, *more))
     return losses_of(output)
 
 
-def assert_goes_on(here, folder, output, whole, step, capsys):
+def assert_goes_on(folder, output, whole, step):
     """From the step to the losses of the uninterrupted run."""
-    capsys.readouterr()
-    here(finetune, words(folder, output, "--resume"))
-    assert f"going on after step {step}, " in capsys.readouterr().out
+    assert f"going on after step {step}, " in run("finetune.py", *words(folder, output, "--resume"))
     assert losses_of(output) == whole
 
 
-# ---- signals
-
-
-def test_a_signal_saves_the_step_and_the_run_goes_on(here, folder, whole, tmp_path, monkeypatch, capsys):
+def test_a_signal_saves_the_step_and_the_run_goes_on(folder, whole, tmp_path, monkeypatch):
     handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
     with monkeypatch.context() as patch:
         at_step(patch, finetune, 3, lambda: os.kill(os.getpid(), signal.SIGINT))
-        with pytest.raises(SystemExit) as end:
-            here(finetune, words(folder, tmp_path))
-    assert end.value.code == 128 + signal.SIGINT
+        assert launch("finetune.py", *words(folder, tmp_path)).returncode == 128 + signal.SIGINT
     assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == handlers
     assert [path.name for path in checkpoints.checkpoints(tmp_path)] == ["checkpoint-3"]
-    assert_goes_on(here, folder, tmp_path, whole, 3, capsys)
+    assert_goes_on(folder, tmp_path, whole, 3)
 
 
-def test_a_second_ctrl_c_ends_at_once(here, folder, tmp_path, monkeypatch):
-    def twice():
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    at_step(monkeypatch, finetune, 2, twice)
+def test_a_second_ctrl_c_ends_at_once(folder, tmp_path, monkeypatch):
+    at_step(monkeypatch, finetune, 2, lambda: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)])
     with pytest.raises(KeyboardInterrupt):
-        here(finetune, words(folder, tmp_path))
+        launch("finetune.py", *words(folder, tmp_path))
     assert checkpoints.checkpoints(tmp_path) == []
 
 
@@ -95,11 +70,12 @@ TRAINER = {"--seq-len": "--seq_len", "--steps": "--max_steps", "--lr": "--learni
 TRAINER |= {"--schedule": "--lr_scheduler_type"}
 
 
-def by_the_trainer(here, folder, output, *more):
-    """A run of finetune_trainer.py."""
+def by_the_trainer(folder, output, *more):
+    """What became of a run of finetune_trainer.py."""
     arguments = [TRAINER.get(word, word) for word in words(folder, output)[:-2]]
-    quiet = ["--disable_tqdm", "true", "--dataloader_pin_memory", "false"]
-    here(finetune_trainer, [*arguments, *quiet, *more])
+    return launch(
+        "finetune_trainer.py", *arguments, "--disable_tqdm", "true", "--dataloader_pin_memory", "false", *more
+    )
 
 
 def losses_of_trainer(output):
@@ -111,9 +87,9 @@ SAVING = ("--save_strategy", "steps", "--save_steps", "2")
 RESUME = (*SAVING, "--resume_from_checkpoint", "true")
 
 
-def test_the_trainer_stops_saves_and_goes_on(here, folder, tmp_path, monkeypatch, disk):
+def test_the_trainer_stops_saves_and_goes_on(folder, tmp_path, monkeypatch, disk):
     """By a signal, by a full disk, and not at all."""
-    by_the_trainer(here, folder, tmp_path / "whole", *SAVING)
+    assert not by_the_trainer(folder, tmp_path / "whole", *SAVING).returncode
     step, calls = finetune_trainer.ra.RingTrainer.training_step, []
 
     def stopping(act):
@@ -129,57 +105,46 @@ def test_the_trainer_stops_saves_and_goes_on(here, folder, tmp_path, monkeypatch
     with monkeypatch.context() as patch:
         act = stopping(lambda: os.kill(os.getpid(), signal.SIGTERM))
         patch.setattr(finetune_trainer.ra.RingTrainer, "training_step", act)
-        with pytest.raises(SystemExit) as end:
-            by_the_trainer(here, folder, output, *SAVING)
-        assert end.value.code == 128 + signal.SIGTERM
+        assert by_the_trainer(folder, output, *SAVING).returncode == 128 + signal.SIGTERM
         assert checkpoints.last_saved(output, 1).name == "checkpoint-3"
         calls.clear()
         patch.setattr(finetune_trainer.ra.RingTrainer, "training_step", stopping(disk.fill))
         told = r"process 0: a checkpoint could not be written \(.*make space there, and go on with --resume_from_checkpoint"
-        with pytest.raises(SystemExit, match=told):
-            by_the_trainer(here, folder, output, *RESUME)
+        assert re.search(told, by_the_trainer(folder, output, *RESUME).stderr)
         disk.free()
     # The steps are 3, and after it 4, which was saved, 5, and 6, which was not.
     assert checkpoints.last_saved(output, 1).name == "checkpoint-4"
-    by_the_trainer(here, folder, output, *RESUME)
+    assert not by_the_trainer(folder, output, *RESUME).returncode
     assert losses_of_trainer(output) == losses_of_trainer(tmp_path / "whole")
 
 
-# ---- numbers that are not finite
-
-
 @pytest.mark.parametrize(("loss", "norm"), [("nan", "nan"), (r"\d\.\d+", "inf")])
-def test_a_loss_or_a_norm_that_is_not_finite_ends_the_run(
-    loss, norm, here, folder, tmp_path, monkeypatch, whole, capsys
-):
+def test_a_loss_or_a_norm_that_is_not_finite_ends_the_run(loss, norm, folder, tmp_path, monkeypatch, whole):
     """Before the step's weights are saved: what is left goes on."""
     with monkeypatch.context() as patch:
         if loss == "nan":
-            calls, sound = iter(range(1, 100)), finetune.batch_loss
-            patch.setattr(
-                finetune, "batch_loss", lambda *x, **y: sound(*x, **y) * (math.nan if next(calls) == 4 else 1)
-            )
+            nan_at_step_4(patch, finetune, "batch_loss")
         else:
             norms = iter([1.0, 1.0, 1.0, math.inf])
             patch.setattr(finetune.Accelerator, "clip_grad_norm_", lambda *_: torch.tensor(next(norms)))
         told = rf"^step 4: loss {loss}, gradient norm {norm}: training stops.* Last good checkpoint: .*/checkpoint-3\. "
-        with pytest.raises(SystemExit, match=told + "Start again with a smaller --lr,"):
-            here(finetune, words(folder, tmp_path, "--save-every", "1", "--keep", "1"))
+        error = refused("finetune.py", *words(folder, tmp_path, "--save-every", "1", "--keep", "1"))
+        assert re.search(told + "Start again with a smaller --lr,", error, re.MULTILINE)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "checkpoint-3"]
     if loss == "nan":
-        assert_goes_on(here, folder, tmp_path, whole, 3, capsys)
+        assert_goes_on(folder, tmp_path, whole, 3)
 
 
-def test_the_trainer_recipe_stops_at_a_loss_that_is_not_finite(here, folder, tmp_path, monkeypatch):
-    step, calls = finetune_trainer.ra.RingTrainer.compute_loss, iter(range(1, 100))
-    monkeypatch.setattr(
-        finetune_trainer.ra.RingTrainer,
-        "compute_loss",
-        lambda *x, **options: step(*x, **options) * (math.nan if next(calls) == 4 else 1),
-    )
+def nan_at_step_4(patch, owner, name):
+    calls, sound = iter(range(1, 100)), getattr(owner, name)
+    patch.setattr(owner, name, lambda *x, **y: sound(*x, **y) * (math.nan if next(calls) == 4 else 1))
+
+
+def test_the_trainer_recipe_stops_at_a_loss_that_is_not_finite(folder, tmp_path, monkeypatch):
+    nan_at_step_4(monkeypatch, finetune_trainer.ra.RingTrainer, "compute_loss")
     told = r"^step 4: loss nan, gradient norm nan: .*/checkpoint-2\. Start again with a smaller --learning_rate"
-    with pytest.raises(SystemExit, match=told):
-        by_the_trainer(here, folder, tmp_path, *SAVING, "--save_total_limit", "1")
+    error = by_the_trainer(folder, tmp_path, *SAVING, "--save_total_limit", "1").stderr
+    assert re.search(told, error, re.MULTILINE)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "checkpoint-2"]
 
 
@@ -196,18 +161,11 @@ def test_float16_skips_steps_whose_gradients_overflow():
         assert checkpoints.is_finite_step(accelerator, loss, norm) is expected
 
 
-# ---- two runs
-
-
-def test_a_folder_that_another_run_writes_to_is_refused(here, folder, tmp_path):
-    told = r"^--output(_dir)?: another process writes to the folder"
-    for run in (lambda: here(finetune, words(folder, tmp_path)), lambda: by_the_trainer(here, folder, tmp_path)):
-        with own_folder(tmp_path), pytest.raises(SystemExit, match=told):
-            run()
+def test_a_folder_that_another_run_writes_to_is_refused(folder, tmp_path):
+    for start in (lambda: launch("finetune.py", *words(folder, tmp_path)), lambda: by_the_trainer(folder, tmp_path)):
+        with own_folder(tmp_path):
+            assert re.search(r"^--output(_dir)?: another process writes to the folder", start().stderr, re.MULTILINE)
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
-
-
-# ---- full disks
 
 
 class Disk:
@@ -239,19 +197,16 @@ def disk(tmp_path):
         (4, 5, 4, r"the model could not be written \(.*make space there; --resume goes on from the last checkpoint"),
     ],
 )
-def test_a_full_disk_ends_the_run_which_goes_on(
-    every, step, last, told, disk, here, folder, whole, monkeypatch, capsys
-):
-    output, saving = disk.folder / "run", ("--save-every", str(every))
+def test_a_full_disk_ends_the_run_which_goes_on(every, step, last, told, disk, folder, whole, monkeypatch):
+    output = disk.folder / "run"
     output.mkdir()
     with monkeypatch.context() as patch:
         at_step(patch, finetune, step, disk.fill)
-        with pytest.raises(SystemExit, match=f"process 0: {told}"):
-            here(finetune, words(folder, output, *saving))
+        assert re.search(f"process 0: {told}", refused("finetune.py", *words(folder, output, "--save-every", every)))
     disk.free()
     assert [path.name for path in output.glob("checkpoint-*")] == [f"checkpoint-{last}"]
     assert checkpoints.last_saved(output).name == f"checkpoint-{last}"
-    assert_goes_on(here, folder, output, whole, last, capsys)
+    assert_goes_on(folder, output, whole, last)
 
 
 def test_a_report_on_a_full_disk_is_the_old_one(disk):
@@ -277,20 +232,15 @@ def test_errors_of_disks_are_known_and_others_come_as_they_are(tmp_path):
         assert error in (raised.value, raised.value.__cause__)
 
 
-# ---- files that were cut short
-
-
 def cut(file):
     """A file's first half."""
     content = file.read_bytes()
     file.write_bytes(content[: len(content) // 2])
 
 
-def test_a_checkpoint_that_was_cut_short_is_passed_over(here, folder, whole, tmp_path, rng, capsys):
+def test_a_checkpoint_that_was_cut_short_is_passed_over(folder, whole, tmp_path, rng):
     output = tmp_path / "run"
-    output.mkdir()
-    here(finetune, words(folder, output, "--save-every", "2", "--keep", "2"))
-    assert losses_of(output) == whole
+    assert losses_after(folder, output, "--save-every", 2, "--keep", 2) == whole
     last = output / "checkpoint-6"
     files = [path for path in last.rglob("*") if path.is_file()]
     assert len(files) > 5
@@ -304,18 +254,14 @@ def test_a_checkpoint_that_was_cut_short_is_passed_over(here, folder, whole, tmp
         file.write_bytes(content)
     assert checkpoints.lacks(last) is None
     cut(rng.choice(files))
-    capsys.readouterr()
-    here(finetune, words(folder, output, "--save-every", "2", "--resume"))
-    out = capsys.readouterr().out
-    assert (
-        re.search("checkpoint-6 is not whole and will be replaced: it lacks ", out) and "going on after step 4" in out
-    )
+    out = run("finetune.py", *words(folder, output, "--save-every", 2, "--resume"))
+    assert "checkpoint-6 is not whole and will be replaced: it lacks " in out and "going on after step 4" in out
     assert losses_of(output) == whole
     assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-6"]
     assert checkpoints.lacks(last) is None
     cut(rng.choice(files))
-    with pytest.raises(SystemExit, match=r"there is no whole checkpoint in .*; checkpoint-6 lacks "):
-        here(finetune, words(folder, output, "--resume"))
+    error = refused("finetune.py", *words(folder, output, "--resume"))
+    assert re.search(r"there is no whole checkpoint in .*; checkpoint-6 lacks ", error)
 
 
 def test_a_conversion_that_was_killed_is_made_anew(folder, tmp_path, monkeypatch):

@@ -55,7 +55,8 @@ def test_a_fault_of_one_while_both_save_ends_both(fault, status, told, folder, t
     """And leaves the checkpoint before it whole, from which the next test shows how they go on."""
     done = two(folder, tmp_path, fault, "--save-every", "2")
     assert done.returncode == status and re.search(told, done.stderr), done.stderr[-3000:]
-    assert "lost process 1 of 2" in done.stderr
+    # Named once, in the context of the recipe and in the context around it.
+    assert max(line.count("lost process 1 of 2") for line in done.stderr.splitlines()) == 1
     assert checkpoints.last_saved(tmp_path).name == "checkpoint-2"
 
 

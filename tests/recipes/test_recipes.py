@@ -9,15 +9,16 @@ import sys
 import checkpoints
 import common
 import pytest
+import torch
 from accelerate.utils import LoggerType
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 import hf_ring_attention as ra
 from tests.support.as_gpus import NO_DEEPSPEED
 from tests.support.ranks import run_ranks
-from tests.support.recipe_runs import assert_same_perplexity, finetuned, refused, run, save_inputs
+from tests.support.recipe_runs import assert_same_perplexity, finetuned, launch, refused, run, save_inputs
 from tests.support.releases import at_least
 from tests.support.tiny_models import with_large_weights
 from tests.support.tolerance import nudge_
@@ -59,21 +60,6 @@ def test_perplexity_is_the_same_from_two_processes(folder, nudged, tmp_path):
     assert len(set(values)) == 3, "patterns were not applied"
     assert figures[1]["figures"][0]["flop_share"] == 1
     assert 0.1 < figures[1]["figures"][2]["flop_share"] < 0.5
-
-
-def test_one_layer_alone_and_over_a_ring(tmp_path):
-    figures = {}
-    for processes in (1, 2):
-        file = tmp_path / f"{processes}.json"
-        options = ["--tokens", 4096, "--pattern", "window:64", "--json", file]
-        out = run("layer.py", *options, fork=True, processes=processes)
-        figures[processes] = json.loads(file.read_text())
-        assert out.count(" MiB a process") == 2, "one line for each pattern, whatever the number of processes"
-    assert [row["attention"] for row in figures[1]] == ["sdpa", "window:64"]
-    assert [row["attention"] for row in figures[2]] == ["exact", "window:64"]
-    # The queries alone, and as much for out and for each of their gradients: 4096 tokens x 2 heads x 64 numbers of 4 bytes.
-    rows = 4 * 4096 * 2 * 64 * 4
-    assert all(row["bytes"] > rows / processes for processes in figures for row in figures[processes])
 
 
 FINETUNE = ["--pattern", "pyramid:32,3,2", "--steps", 5, "--seq-len", 250, "--accumulate", 2, "--held-out", 300]
@@ -378,3 +364,51 @@ def test_finetune_by_the_trainer_on_a_stream_of_uneven_files(folder, tmp_path):
     out = run("finetune_trainer.py", *options, processes=4)
     assert out.startswith("2 rings of 2 processes") and out.count("'loss'") == 8
     assert LlamaForCausalLM.from_pretrained(tmp_path / "run")
+
+
+CALIBRATED, OTHER = "pyramid:32,3,2", "window:16+2"
+
+
+@pytest.fixture(scope="module")
+def calibrations(folder):
+    """The files of two calibrations of the model."""
+    ids = torch.arange(3, 131)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation="ring_dilated")
+    for name, menu in {"one": (CALIBRATED, OTHER), "other": (OTHER, "window:8+2")}.items():
+        chosen = ra.calibrate(model, [ids], 0.9, menu, refinements=0, progress=False)
+        chosen.save(folder / f"{name}.json")
+        assert {str(one) for heads in chosen.of_heads().values() for one in heads} == {menu[0]}
+    return folder / "one.json", folder / "other.json"
+
+
+def test_perplexity_under_a_calibration_is_that_of_its_patterns(folder, calibrations, tmp_path):
+    options, (one_file, other_file) = ["--model", folder / "model", "--text", folder / "text.txt"], calibrations
+    # What follows a calibration must not keep its layers.
+    patterns = ["--tokens", 600, "--patterns", one_file, OTHER, CALIBRATED, other_file]
+    run("perplexity.py", *options, *patterns, "--json", tmp_path / "figures.json")
+    one, other, uniform, uniform_other = json.loads((tmp_path / "figures.json").read_text())["figures"]
+    assert one["nll"] == uniform["nll"] != other["nll"] == uniform_other["nll"]
+    assert one["flop_share"] == pytest.approx(uniform["flop_share"], rel=0.02)
+
+
+def test_fine_tuning_keeps_the_calibrated_patterns(folder, calibrations, tmp_path):
+    options = ["--model", folder / "model", "--text", folder / "text.txt", "--seq-len", 250, "--output", tmp_path]
+    options += ["--steps", 1, "--save-every", 1]
+    run("finetune.py", *options, "--pattern", calibrations[0])
+    config = AutoModelForCausalLM.from_pretrained(tmp_path).config
+    chosen = ra.Calibration.load(calibrations[0])
+    assert config.ring_dilated["layers"] == chosen.texts_of_layers
+    done = launch("finetune.py", *options, "--resume", "--pattern", calibrations[1])
+    assert done.returncode and "settings (pattern {" in done.stderr
+
+
+def test_patterns_of_another_model_are_refused_in_one_line(folder, calibrations, tmp_path):
+    options = ["--text", folder / "text.txt", "--seq-len", 250, "--output", tmp_path / "run", "--model"]
+    config = GPT2Config(n_layer=1, n_head=4, n_embd=32, vocab_size=256, n_positions=128)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(folder / "model").save_pretrained(tmp_path)
+    by_head, of_five = "kv0-3=window:16+2;kv4=exact", "the pattern kv0-3=window:16+2;kv4=exact is for 5 key/value heads"
+    of_two = "the calibration is of a model of 2 layers, and GPT2LMHeadModel has 1"
+    for pattern, model, message in ((by_head, folder / "model", of_five), (calibrations[0], tmp_path, of_two)):
+        done = launch("finetune.py", *options, model, "--pattern", pattern)
+        assert done.returncode and message in done.stderr and "Traceback" not in done.stderr

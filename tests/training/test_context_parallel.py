@@ -26,9 +26,6 @@ pytestmark = pytest.mark.usefixtures("in_float64")
 DATA = {"rows": documents(8, 20, 61, seed=0, prompt=3), "steps": 2}
 
 
-# ---- Trainer
-
-
 def by_cp_size(rank, folder):
     """The run with cp_size; two sizes are refused."""
     config = ParallelismConfig(cp_size=2)
@@ -79,9 +76,6 @@ def test_a_trainer_takes_configs_of_several_rings(by_environment, tmp_path, gpus
     alone, _ = trainer(0, tmp_path, batch_size=2, **DATA)
     for losses in gpus.run(of_several_rings, 4, tmp_path, by_environment):
         assert losses == pytest.approx(alone["losses"], rel=EXACT)
-
-
-# ---- Accelerate
 
 
 def losses_of(accelerator, ring, prepare):
@@ -151,19 +145,13 @@ def test_a_model_that_was_prepared_before_the_ring_is_refused():
     run_ranks(too_late, 2)
 
 
-# ---- device meshes
-
-
 class WithMesh(Accelerator):
     """The part of an accelerator that rings see; `sizes` are fields of a ParallelismConfig."""
 
     def __init__(self, mesh, **sizes):
-        self.state = SimpleNamespace(
-            num_processes=4,
-            device=torch.device("cpu"),
-            device_mesh=mesh,
-            parallelism_config=ParallelismConfig(**sizes) if sizes else None,
-        )
+        config = ParallelismConfig(**sizes) if sizes else None
+        of_processes = {"num_processes": 4, "device": torch.device("cpu")}
+        self.state = SimpleNamespace(**of_processes, device_mesh=mesh, parallelism_config=config)
         self.dataloader_config = DataLoaderConfiguration()
         self._dataloaders, self._schedulers = [], []
 

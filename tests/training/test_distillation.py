@@ -29,10 +29,8 @@ def batch(rng, kind="padded"):
     ids = torch.randint(3, VOCAB, (2, LENGTH), generator=generator)
     labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.3, -100)
     if kind == "packed":
-        positions = torch.stack(
-            [torch.cat([torch.arange(n) for n in lengths]) for lengths in ((5, 20, 12), (30, 1, 6))]
-        )
-        return {"input_ids": ids, "labels": labels, "position_ids": positions}
+        positions = [torch.cat([torch.arange(n) for n in lengths]) for lengths in ((5, 20, 12), (30, 1, 6))]
+        return {"input_ids": ids, "labels": labels, "position_ids": torch.stack(positions)}
     mask = torch.ones_like(ids)
     mask[0, -9:], mask[1, :6] = 0, 0
     return {"input_ids": ids, "labels": labels.masked_fill(mask == 0, -100), "attention_mask": mask}

@@ -1,7 +1,9 @@
 """Training over rings has the losses, gradient norms and final parameters of one process; so has training of hybrids."""
 
 import functools
+import re
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import default_data_collator
 
 import hf_ring_attention as ra
+from tests.support.ranks import run_ranks
 from tests.support.releases import needs_mixers
 from tests.support.tiny_models import tiny_model
 from tests.support.training import assert_equal_runs, documents, loop, packed, padded, trainer
@@ -28,69 +31,44 @@ def distillation(model, batch, items):
     return ra.distillation_loss(model, batch, items)
 
 
-#: By name: the kind of run, its data, and its settings.
-ON_TWO = {
-    "loop": (loop, "padded", {"decay": True}),
-    "packed, zigzag, ring": (loop, "packed", {"batch_size": 3, "layout": "zigzag", "transport": "ring"}),
-    "documents, FSDP2, checkpointing": (loop, "left", {"layout": "documents", "wrap": "fsdp2", "checkpointing": True}),
-    "collective, contiguous": (loop, "padded", {"transport": "collective", "layout": "contiguous"}),
-    "packed, heads": (loop, "packed", {"batch_size": 3, "transport": "heads"}),
-    "heads, FSDP2, checkpointing": (loop, "padded", {"transport": "heads", "wrap": "fsdp2", "checkpointing": True}),
-    "accumulating": (loop, "padded", {"accumulate": 2, "batch_size": 1}),
-    "sharded loader": (loop, "padded", {"sharded_loader": True}),
-    "sharded loader, packed, documents, workers": (
-        loop,
-        "packed",
-        {"sharded_loader": True, "batch_size": 3, "layout": "documents", "workers": 1},
-    ),
-    "FSDP2, accumulating, checkpointing": (loop, "packed", {"wrap": "fsdp2", "accumulate": 2, "checkpointing": True}),
-    "distillation": (loop, "packed", {"batch_size": 3, "layout": "documents", "loss_of": distillation}),
-    "distillation, FSDP2, accumulating, checkpointing": (
-        loop,
-        "left",
-        {"wrap": "fsdp2", "accumulate": 2, "checkpointing": True, "loss_of": distillation},
-    ),
-    "Trainer, packed, documents": (trainer, "packed", {"batch_size": 3, "layout": "documents"}),
-    "Trainer, packed, heads, zigzag": (trainer, "packed", {"batch_size": 3, "transport": "heads", "layout": "zigzag"}),
-    "Trainer, accumulating, checkpointing": (
-        trainer,
-        "padded",
-        {"accumulate": 2, "checkpointing": True, "offload_activations": True},
-    ),
-}
-#: The same for models with mixers and with routers of experts, by the names that `made_model` reads.
-HYBRIDS = {
-    "delta rule and routers, FSDP2, checkpointing": (
-        loop,
-        "left",
-        {"model": "qwen3_next routers", "wrap": "fsdp2", "checkpointing": True, "layout": "zigzag"},
-    ),
-    "delta rule, Trainer, LoRA": (trainer, "left", {"model": "qwen3_next lora", "layout": "contiguous"}),
-    "Mamba 2, Trainer, accumulating, checkpointing": (
-        trainer,
-        "left",
-        {"model": "bamba", "accumulate": 2, "checkpointing": True, "batch_size": 1},
-    ),
-    "Mamba, routers, FSDP2": (loop, "packed", {"model": "jamba routers", "wrap": "fsdp2", "layout": "documents"}),
-    "convolutions, Trainer": (trainer, "packed", {"model": "lfm2"}),
-}
-ON_TWO |= HYBRIDS
-#: One process reads the batches of all rings together.
-ON_FOUR = {
-    "loop, packed, ring": (loop, "packed", {"transport": "ring", "batch_size": 3, "decay": True}),
-    "one ring of groups by heads, FSDP2": (
-        loop,
-        "packed",
-        {"transport": "heads", "heads": 2, "wrap": "fsdp2", "ring_size": 4, "batch_size": 6},
-    ),
-    "distillation, FSDP2": (loop, "padded", {"wrap": "fsdp2", "loss_of": distillation}),
-    "Trainer, accumulating": (trainer, "padded", {"accumulate": 2}),
-    "Trainer, one ring of groups by heads": (
-        trainer,
-        "packed",
-        {"transport": "heads", "heads": 2, "ring_size": 4, "batch_size": 6},
-    ),
-}
+def case(kind, data, **settings):
+    """A run by `loop` or `trainer`, its data, and its settings, which name it."""
+    shown = (f"{name}={getattr(x, '__name__', x)}" for name, x in settings.items())
+    name, marks = " ".join([kind.__name__, data, *shown]), needs_mixers if "model" in settings else ()
+    return pytest.param(kind, data, settings, id=name, marks=marks)
+
+
+ON_TWO = [
+    case(loop, "padded", decay=True),
+    case(loop, "packed", batch_size=3, layout="zigzag", transport="ring"),
+    case(loop, "left", layout="documents", wrap="fsdp2", checkpointing=True),
+    case(loop, "padded", transport="collective", layout="contiguous"),
+    case(loop, "packed", batch_size=3, transport="heads"),
+    case(loop, "padded", transport="heads", wrap="fsdp2", checkpointing=True),
+    case(loop, "padded", accumulate=2, batch_size=1),
+    case(loop, "padded", sharded_loader=True),
+    case(loop, "packed", sharded_loader=True, batch_size=3, layout="documents", workers=1),
+    case(loop, "packed", wrap="fsdp2", accumulate=2, checkpointing=True),
+    case(loop, "packed", batch_size=3, layout="documents", loss_of=distillation),
+    case(loop, "left", wrap="fsdp2", accumulate=2, checkpointing=True, loss_of=distillation),
+    case(trainer, "packed", batch_size=3, layout="documents"),
+    case(trainer, "packed", batch_size=3, transport="heads", layout="zigzag"),
+    case(trainer, "padded", accumulate=2, checkpointing=True, offload_activations=True),
+    # Models with mixers (a delta rule, Mamba 2, Mamba, convolutions) and with routers of experts: see `made_model`.
+    case(loop, "left", model="qwen3_next routers", wrap="fsdp2", checkpointing=True, layout="zigzag"),
+    case(trainer, "left", model="qwen3_next lora", layout="contiguous"),
+    case(trainer, "left", model="bamba", accumulate=2, checkpointing=True, batch_size=1),
+    case(loop, "packed", model="jamba routers", wrap="fsdp2", layout="documents"),
+    case(trainer, "packed", model="lfm2"),
+]
+#: One process reads the batches of all rings together. In one ring of four, `heads` makes groups by heads.
+ON_FOUR = [
+    case(loop, "packed", transport="ring", batch_size=3, decay=True),
+    case(loop, "packed", transport="heads", heads=2, wrap="fsdp2", ring_size=4, batch_size=6),
+    case(loop, "padded", wrap="fsdp2", loss_of=distillation),
+    case(trainer, "padded", accumulate=2),
+    case(trainer, "packed", transport="heads", heads=2, ring_size=4, batch_size=6),
+]
 
 
 def made_model(name):
@@ -129,24 +107,21 @@ def run_once(kind, data, settings):
 
 
 @pytest.mark.drawn
-@pytest.mark.parametrize("name", [pytest.param(x, marks=needs_mixers if x in HYBRIDS else ()) for x in ON_TWO])
-def test_a_ring_of_two(name, programs):
-    kind, data, settings = ON_TWO[name]
+@pytest.mark.parametrize(("kind", "data", "settings"), ON_TWO)
+def test_a_ring_of_two(kind, data, settings, programs):
     expected = alone(kind, data, settings)
     for rank, figures in enumerate(programs.run(run, 2, kind, data, {**settings, "ring_size": 2})):
-        assert_equal_runs(figures, expected, f"{name}, rank {rank} of 2")
+        assert_equal_runs(figures, expected, f"rank {rank} of 2")
 
 
 @pytest.mark.drawn
-@pytest.mark.parametrize("name", ON_FOUR)
-def test_four_processes(name, programs):
+@pytest.mark.parametrize(("kind", "data", "changes"), ON_FOUR)
+def test_four_processes(kind, data, changes, programs):
     """Two rings of two, or one ring of four; `batch_size` counts the rows of a ring."""
-    kind, data, changes = ON_FOUR[name]
     settings = {"ring_size": 2, "batch_size": 1, **changes}
-    rings = 4 // settings["ring_size"]
-    expected = alone(kind, data, {**settings, "batch_size": rings * settings["batch_size"]})
+    expected = alone(kind, data, {**settings, "batch_size": 4 // settings["ring_size"] * settings["batch_size"]})
     for rank, figures in enumerate(programs.run(run, 4, kind, data, settings)):
-        assert_equal_runs(figures, expected, f"{name}, rank {rank} of 4")
+        assert_equal_runs(figures, expected, f"rank {rank} of 4")
 
 
 def test_trainer_and_loop_take_the_same_steps():
@@ -156,3 +131,24 @@ def test_trainer_and_loop_take_the_same_steps():
         second, _ = trainer(0, folder, **{"batch_size": 2, "steps": STEPS, **PADDED})
     assert_equal_runs(second, first, "Trainer")
     assert len(set(first["losses"])) == STEPS
+
+
+#: The tokens of a long row.
+TOKENS = 65536
+
+
+def step(rank):
+    ids = torch.randint(1, 97, (TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
+    row = {"input_ids": ids, "labels": ids}
+    figures = loop(rank, ring_size=4, rows=[row], steps=1, pattern=ra.Pattern.pyramid(512, levels=3), shuffle=False)
+    # Not ru_maxrss, which begins at the value of the parent process.
+    peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return figures["losses"][0], int(peak[1]) * 1024
+
+
+@pytest.mark.own_dtypes
+def test_a_step_of_65536_tokens_fits():
+    """Over four processes, in less than 2 GiB each."""
+    for loss, peak in run_ranks(step, 4):
+        assert 3 < loss < 7
+        assert peak < 2 * 2**30, f"{peak / 2**30:.2f} GiB"

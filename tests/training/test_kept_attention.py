@@ -41,9 +41,6 @@ def calls(monkeypatch):
     return made
 
 
-# ---- a step over a ring
-
-
 def steps(rank, transport):
     """[sent bytes, gradients] of a step without checkpointing, with it, and with kept attention."""
     found = []
@@ -91,9 +88,6 @@ def test_an_output_that_is_changed_in_place_is_refused():
     y = checkpoint(layer, x, use_reentrant=False, context_fn=partial(kept_results, operators))
     with pytest.raises(RuntimeError, match="changed the output of its attention in place"):
         y.sum().backward()
-
-
-# ---- our Trainer
 
 
 def trained(rank, folder):
@@ -184,9 +178,6 @@ def test_the_own_checkpointing_of_fsdp_finds_the_documents_of_a_hybrid():
     assert max(map(distance, *grads)) <= EXACT
 
 
-# ---- a stock Trainer
-
-
 @pytest.mark.parametrize("options", [RECOMPUTED, KEPT])
 def test_a_stock_trainer(options, tmp_path, calls):
     """The model gets the function beforehand: the Trainer's arguments must be JSON for loggers, without a function."""
@@ -196,10 +187,6 @@ def test_a_stock_trainer(options, tmp_path, calls):
     Trainer(model, args, train_dataset=ROWS, data_collator=padded).train()
     assert args.to_json_string()
     assert len(calls) == (2 if options is KEPT else 4)
-
-
-def test_arguments_with_a_function_are_no_json(tmp_path):
-    """As the guide warns about `context_fn` in a stock Trainer's arguments."""
     args = TrainingArguments(str(tmp_path), **PLAIN_STEPS, **{f"{CHECKPOINTING}_kwargs": KEPT})
     with pytest.raises(TypeError, match="not JSON serializable"):
         args.to_json_string()

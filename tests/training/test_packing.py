@@ -13,8 +13,7 @@ from transformers import default_data_collator
 
 import hf_ring_attention as ra
 from hf_ring_attention.training.packing import best_fit
-from tests.support.ranks import run_simulated
-from tests.support.tolerance import EXACT
+from tests.support.tolerance import EXACT, assert_exact
 from tests.support.training import tiny_llama
 
 ROW = 64
@@ -59,9 +58,6 @@ def lengths(rng):
     return rng.choices(range(1, ROW + 1), k=150)
 
 
-# ---- the row of each document
-
-
 @given(st.data())
 def test_each_document_is_in_one_row_that_it_fits(data):
     row_length = data.draw(st.integers(1, 50))
@@ -88,9 +84,6 @@ def test_ten_thousand_documents_of_log_normal_lengths_fill_their_rows(strategy, 
     assert tokens == sorted(token for x in ids for token in x[:kept])
     assert all(len(row[name]) == row_length for row in rows for name in NAMES)
     assert len(tokens) / (row_length * len(rows)) >= 0.97
-
-
-# ---- columns, data sets and streams
 
 
 def test_labels_of_masks_stay_with_their_documents(lengths):
@@ -136,9 +129,8 @@ def test_a_stream_is_packed_in_the_order_of_its_epoch(lengths):
         rows.set_epoch(epoch)
         epochs.append(columns_of(rows)["input_ids"])
     assert epochs[0] == epochs[2] != epochs[1]
-    assert sorted(token for row in epochs[0] for token in row if token) == sorted(
-        token for row in epochs[1] for token in row if token
-    )
+    first, second, _ = (sorted(token for row in rows for token in row if token) for rows in epochs)
+    assert first == second
 
 
 def test_padding_of_documents_does_not_fill_rows():
@@ -200,18 +192,11 @@ def test_refusals(documents, arguments, message):
     assert len(str(raised.value).split()) <= 30
 
 
-# ---- the loss of rows
-
-
-def documents_alone(rng, count=7):
-    ids = [[rng.randrange(97) for _ in range(rng.randrange(1, 30))] for _ in range(count)]
-    return {"input_ids": ids, "assistant_masks": [[rng.randrange(2) for _ in x] for x in ids]}
-
-
-@pytest.mark.parametrize(("pattern", "ranks"), [("window:6+2", 1), ("pyramid:4,2", 2)])
-def test_packed_documents_teach_what_each_alone_does(pattern, ranks, rng, in_float64):
-    """Rows of packed documents, over a ring too, have the loss and gradients of single documents."""
-    documents = documents_alone(rng)
+@pytest.mark.parametrize("pattern", ["window:6+2", "pyramid:4,2"])
+def test_packed_documents_teach_what_each_alone_does(pattern, rng, in_float64):
+    """Rows of packed documents have the loss and gradients of single documents; over rings, see test_equality.py."""
+    ids = [[rng.randrange(97) for _ in range(rng.randrange(1, 30))] for _ in range(7)]
+    documents = {"input_ids": ids, "assistant_masks": [[rng.randrange(2) for _ in x] for x in ids]}
     total, count, model = 0, 0, tiny_llama(None)
     ra.patch_model(model, pattern)
     for ids, mask in zip(*documents.values(), strict=True):
@@ -225,15 +210,9 @@ def test_packed_documents_teach_what_each_alone_does(pattern, ranks, rng, in_flo
     rows = ra.pack_documents(Dataset.from_dict(documents), 33)
     assert len(rows) > 1
     (batch,) = DataLoader(rows, batch_size=len(rows), collate_fn=default_data_collator)
-    models = [tiny_llama(None) for _ in range(ranks)]
-
-    def work(ring):
-        own = ra.patch_model(models[ring.rank], pattern, ring=ring)
-        loss = own(**batch).loss
-        loss.backward()
-        return loss.detach(), [torch.stack(ring.gather(x.grad)).mean(0) for x in own.parameters()]
-
-    for loss, gradients in run_simulated(work, ranks):
-        assert abs(float(loss / expected.detach()) - 1) <= EXACT
-        for found, x in zip(gradients, model.parameters(), strict=True):
-            assert float((found - x.grad).abs().max()) <= EXACT * max(1, float(x.grad.abs().max()))
+    packed = ra.patch_model(tiny_llama(None), pattern)
+    loss = packed(**batch).loss
+    loss.backward()
+    assert_exact(loss.detach(), expected.detach())
+    for found, x in zip(packed.parameters(), model.parameters(), strict=True):
+        assert float((found.grad - x.grad).abs().max()) <= EXACT * max(1, float(x.grad.abs().max()))

@@ -32,10 +32,6 @@ def makers():
         yield names
 
 
-def without_planning_ahead():
-    return mock.patch.object(planner.Planner, "expect", return_value=None)
-
-
 def late_makers(rank, name, num_workers=0):
     """For each batch, how many bindings were made by this rank's calls where the planner was given time."""
     process_environment(rank, 2)
@@ -45,22 +41,15 @@ def late_makers(rank, name, num_workers=0):
     model = tiny_llama(num_hidden_layers=3)
     ra.patch_config(model.config, "window:5", layers=[1])
     ra.patch_model(model, ring=ring)
-    loader = ring.prepare_data_loader(
-        DataLoader(rows, batch_size=batch_size, collate_fn=collator, num_workers=num_workers)
-    )
-    made_late, by_batch = [], []
-
-    def of(bind, *call, of=ring.bindings.of):
-        if (bind, *call) not in ring.bindings._shared:
-            made_late.append(call)
-        return of(bind, *call)
-
-    with mock.patch.object(ring.bindings, "of", of):
+    loader = DataLoader(rows, batch_size=batch_size, collate_fn=collator, num_workers=num_workers)
+    loader = ring.prepare_data_loader(loader)
+    by_batch = []
+    with makers() as names:
         for batch in loader:
             ring.planner.wait()
-            made_late.clear()
+            names.clear()
             model(**batch).loss.backward()
-            by_batch.append(len(made_late))
+            by_batch.append(len([name for name in names if name != planner.THREAD]))
     left = [thread for thread in threading.enumerate() if thread.name == planner.THREAD]
     return by_batch, len(left)
 
@@ -72,16 +61,13 @@ def test_calls_of_all_batches_but_the_first_find_their_plans(name, workers, prog
         assert left == 0
 
 
-# ---- whole runs
-
-
 def runs_with_and_without(rank):
     rows, collator, batch_size = KINDS["packed"]
     options = {"ring_size": 2, "transport": "ring", "rows": rows, "collator": collator, "sharded_loader": True}
     options |= {"batch_size": batch_size, "steps": 4, "accumulate": 2, "checkpointing": True}
     with makers() as names:
         ahead = loop(rank, **options)
-    with without_planning_ahead(), makers() as others:
+    with mock.patch.object(planner.Planner, "expect", return_value=None), makers() as others:
         plain = loop(rank, **options)
     return ahead, plain, names.count(planner.THREAD), others.count(planner.THREAD)
 

@@ -1,4 +1,4 @@
-"""Stock programs of Transformers' Trainer and of TRL over a ring of 2 end with the weights that they have on one process."""
+"""Stock programs of Transformers and TRL over a ring of 2 end with the weights of one process; rows of SFT stay whole."""
 
 import importlib
 import logging
@@ -17,15 +17,22 @@ from transformers import (
     LlamaForSequenceClassification,
     Trainer,
     TrainingArguments,
+    default_data_collator,
     get_scheduler,
 )
 
 import hf_ring_attention as ra
+from hf_ring_attention.hf.config import warn_once
 from tests.support.stock import PATTERN, over, run_program, save, saved, settings, texts, weights, word_tokenizer
 from tests.support.tolerance import distance
 from tests.support.training import SIZES, tiny_llama
 
-pytestmark = pytest.mark.usefixtures("in_float64")
+trl = pytest.importorskip("trl")
+pytestmark = [
+    pytest.mark.usefixtures("in_float64"),
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:You are importing from 'trl.experimental'"),
+]
 
 #: Of final weights, relative to the largest weight of each; the programs compute in float64 where they can.
 BOUND = 1e-6
@@ -37,9 +44,8 @@ def language(folder, make=tiny_llama):
 
 def tokens(count=8):
     tokenizer = word_tokenizer()
-    return texts(count, "text").map(
-        lambda row: {"input_ids": tokenizer(row["text"])["input_ids"]}, remove_columns=["text"]
-    )
+    rows = texts(count, "text")
+    return rows.map(lambda row: {"input_ids": tokenizer(row["text"])["input_ids"]}, remove_columns=["text"])
 
 
 def finished(trainer):
@@ -50,9 +56,6 @@ def finished(trainer):
         for entry in trainer.state.log_history
     ]
     return weights(trainer.model), logs
-
-
-# ---- Transformers' Trainer
 
 
 def by_trainer(trainer, folder, ring_size, model=None, **more):
@@ -113,9 +116,6 @@ def classifier(folder, ring_size):
     return trained[0] | {"predictions": torch.from_numpy(np.asarray(predictions))}, trained[1]
 
 
-# ---- Accelerate
-
-
 def accelerate_loop(folder, ring_size):
     """A loop with accumulation and a schedule, which resumes from its checkpoint in the middle of an epoch."""
 
@@ -152,21 +152,12 @@ def accelerate_loop(folder, ring_size):
     return whole, []
 
 
-# ---- TRL
-
-
 def by_trl(name, folder, ring_size, rows, model=None, changes=None, **more):
     """Trains on these rows with a Trainer of TRL."""
-    module = importlib.import_module("trl")
-    kind, ring = over(getattr(module, f"{name}Trainer"), ring_size)
-    args = getattr(module, f"{name}Config")(**settings(folder, **(changes or {"max_length": 64})))
-    given = {
-        "model": model or language(folder),
-        "args": args,
-        "train_dataset": rows,
-        "processing_class": word_tokenizer(),
-    }
-    return finished(kind(**given, **more, **ring))
+    kind, ring = over(getattr(trl, f"{name}Trainer"), ring_size)
+    args = getattr(trl, f"{name}Config")(**settings(folder, **(changes or {"max_length": 64})))
+    given = {"train_dataset": rows, "processing_class": word_tokenizer(), **more, **ring}
+    return finished(kind(model=model or language(folder), args=args, **given))
 
 
 def sft_packed(folder, ring_size):
@@ -212,7 +203,7 @@ def rloo(folder, ring_size):
 
 def sdpo(folder, ring_size, model=None):
     """Its helper gathers prompts, and so does a callback that logs completions."""
-    module, trl = importlib.import_module("trl.experimental.sdpo"), importlib.import_module("trl")
+    module = importlib.import_module("trl.experimental.sdpo")
     kind, ring = over(module.SDPOTrainer, ring_size)
     changes = {"batch_size": 4, "num_generations": 2, "max_completion_length": 6, "steps": 2}
     changes |= {"success_reward_threshold": 0.4}
@@ -240,23 +231,17 @@ PROGRAMS = [with_metrics, own_loss, classifier, accelerate_loop]
 OF_TRL = [sft_packed, dpo, kto, reward, grpo_in_two_steps, rloo, distillation]
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_transformers_trainer(program, tmp_path, programs):
-    compare(program, tmp_path, programs)
+@pytest.mark.parametrize("program", [*PROGRAMS, *OF_TRL], ids=lambda program: program.__name__)
+def test_a_ring_of_two_is_one_process(program, tmp_path, programs):
+    save(tmp_path, tiny_llama, tiny_teacher, classifier_model, reward_model)
+    expected, log = run_program(0, program, str(tmp_path / "one"), None)
+    for found, own_log in programs.run(run_program, 2, program, str(tmp_path / "ring"), 2):
+        assert_alike(found, own_log, expected, log)
 
 
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize("program", OF_TRL, ids=lambda program: program.__name__)
-def test_trainers_of_trl(program, tmp_path, programs):
-    pytest.importorskip("trl")
-    compare(program, tmp_path, programs)
-
-
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("program", [with_metrics, grpo, sdpo], ids=lambda program: program.__name__)
 def test_two_rings_of_two_are_two_processes(program, tmp_path, programs):
     """Rewards are grouped over rings, and metrics count the rows of each ring once."""
-    pytest.importorskip("trl")
     save(tmp_path, tiny_llama, tiny_teacher, classifier_model, reward_model)
     (expected, log), _ = programs.run(run_program, 2, program, str(tmp_path / "two"), None)
     for found, own_log in programs.run(run_program, 4, program, str(tmp_path / "rings"), 2):
@@ -271,11 +256,9 @@ def scored_before(folder, ring_size, pattern, precompute):
     return by_trl("DPO", folder, ring_size, rows, model, changes, ref_model=tiny_llama(None, seed=1))[0]
 
 
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("ring_size", [1, 2])
 def test_a_reference_is_scored_under_the_pattern_of_the_model(ring_size, tmp_path, programs):
     """Also if scores of another pattern are there, of the same weights and rows."""
-    pytest.importorskip("trl")
     texts(6, "prompt", "chosen", "rejected").save_to_disk(tmp_path / "rows")
     for pattern in ("window:12+2", "exact"):
         expected = run_program(0, scored_before, tmp_path, 1, pattern, False)
@@ -283,11 +266,8 @@ def test_a_reference_is_scored_under_the_pattern_of_the_model(ring_size, tmp_pat
             assert_alike(found, [], expected, [])
 
 
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
-@pytest.mark.filterwarnings("ignore:You are importing from 'trl.experimental'")
 def test_a_teacher_that_is_a_copy_has_the_pattern_of_the_student(tmp_path):
     """Also if the folder that TRL loads it from has none."""
-    pytest.importorskip("trl")
     save(tmp_path, tiny_llama)
     expected = run_program(0, sdpo, tmp_path / "with", 1)
     tiny_llama(None).save_pretrained(tmp_path / "plain")
@@ -297,7 +277,7 @@ def test_a_teacher_that_is_a_copy_has_the_pattern_of_the_student(tmp_path):
 
 def groups(folder, ring_size):
     """What TRL's arguments take by the number of processes, and two rings of one row each cannot divide or change."""
-    trl, told, handler = importlib.import_module("trl"), [], logging.Handler()
+    told, handler = [], logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
     logging.getLogger("hf_ring_attention").addHandler(handler)
     kind, ring = over(trl.GRPOTrainer, ring_size)
@@ -308,46 +288,28 @@ def groups(folder, ring_size):
         args = trl.GRPOConfig(**settings(folder, **{"batch_size": 2, "num_generations": 2, **changes}))
         return kind(tiny_llama(), args=args, **given, **ring)
 
-    for changes in ({}, {"batch_size": 4, "num_generations_eval": 4}):
-        wrong = {"eval_strategy": "steps", "per_device_eval_batch_size": 1, **changes}
-        expected = f"num_generations={changes.get('num_generations_eval', 2)} of evaluations .* times 1 rings"
-        if "num_generations_eval" in changes:
-            wrong["per_device_eval_batch_size"] = 2
-        with pytest.raises(ValueError, match=expected):
-            made(**wrong)
+    for count, wrong in ((2, {}), (4, {"batch_size": 4, "num_generations_eval": 4})):
+        with pytest.raises(ValueError, match=f"num_generations={count} of evaluations .* times 1 rings"):
+            made(eval_strategy="steps", per_device_eval_batch_size=count // 2, **wrong)
     assert made(per_device_eval_batch_size=1).args.generation_batch_size == 2 and not told
     assert made(generation_batch_size=8).args.generation_batch_size == 4
     logging.getLogger("hf_ring_attention").removeHandler(handler)
     return told
 
 
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
 def test_groups_of_completions_that_rings_cannot_divide(tmp_path, programs):
-    pytest.importorskip("trl")
     for rank, told in enumerate(programs.run(run_program, 2, groups, tmp_path, 2)):
         assert told == ["generation_batch_size is 4, not 8 (by processes): set steps_per_generation"][rank:]
 
 
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
-@pytest.mark.filterwarnings("ignore:You are importing from 'trl.experimental'")
 def test_a_generation_batch_that_counts_prompts_of_one_process_is_taken(tmp_path):
-    pytest.importorskip("trl")
     module = importlib.import_module("trl.experimental.iw_opd")
     save(tmp_path, tiny_llama)
-    (kind, ring), model = over(module.IWOPDTrainer, 1), language(tmp_path / "run")
+    kind, ring = over(module.IWOPDTrainer, 1)
     args = module.IWOPDConfig(**settings(tmp_path, num_generations=2, lmbda=1.0))
-    given = {"train_dataset": texts(4, "prompt", "completion"), "processing_class": word_tokenizer()}
-    assert (
-        kind(model, teacher_model=language(tmp_path / "run"), args=args, **given, **ring).args.generation_batch_size
-        == 1
-    )
-
-
-def compare(program, folder, programs):
-    save(folder, tiny_llama, tiny_teacher, classifier_model, reward_model)
-    expected, log = run_program(0, program, str(folder / "one"), None)
-    for found, own_log in programs.run(run_program, 2, program, str(folder / "ring"), 2):
-        assert_alike(found, own_log, expected, log)
+    given = {"train_dataset": texts(4, "prompt", "completion"), "processing_class": word_tokenizer(), **ring}
+    student, teacher = (language(tmp_path / "run") for _ in range(2))
+    assert kind(student, teacher_model=teacher, args=args, **given).args.generation_batch_size == 1
 
 
 def assert_alike(found, own_log, expected, log):
@@ -359,3 +321,59 @@ def assert_alike(found, own_log, expected, log):
     for entry, other in zip(own_log, log, strict=True):
         for name, value in other.items():
             assert entry[name] == pytest.approx(value, rel=1e-4, abs=1e-6, nan_ok=True), name
+
+
+#: Documents of at most this many tokens stay whole.
+LONGEST = 16
+
+
+def of_sft(folder, ring_size, rows, more=None, **changes):
+    """TRL's Trainer, whose rows are prepared when it is made."""
+    kind, ring = over(trl.SFTTrainer, ring_size)
+    args = trl.SFTConfig(**settings(str(folder), **changes))
+    more = {"processing_class": word_tokenizer(), **(more or {})}
+    return kind(tiny_llama(), args, train_dataset=rows, **more, **ring)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"max_length": LONGEST},
+        {"max_length": LONGEST, "packing": True},
+        {"max_length": LONGEST, "packing": True, "packing_strategy": "bfd_split"},
+        {"max_length": None},
+    ],
+    ids=str,
+)
+def test_tokens_that_are_cut_off_are_told(how, streaming, tmp_path, caplog):
+    rows = texts(9, "text")
+    whole = [len(word_tokenizer()(f"{text}<eos>").input_ids) for text in rows["text"]]
+    rows = rows.to_iterable_dataset() if streaming else rows
+    warn_once.cache_clear()
+    made, stock = ([*of_sft(tmp_path, size, rows, **how).train_dataset] for size in (1, None))
+    assert made == stock
+    told = [record.getMessage() for record in caplog.records if "will be cut off" in record.getMessage()]
+    cut = sum(whole) - sum(len(row["input_ids"]) for row in stock)
+    assert (cut > 0) == (how["max_length"] is not None and "packing_strategy" not in how)
+    if not cut:
+        assert not told
+    elif streaming:  # Nobody knows how many documents follow its first long one.
+        first = next(length for length in whole if length > LONGEST)
+        assert told[0].startswith(f"{first - LONGEST} of {first} tokens will be cut off")
+    else:
+        assert [text.partition(", since")[0] for text in told] == [f"{cut} of {sum(whole)} tokens will be cut off"]
+
+
+def test_packed_rows_that_would_lose_their_documents_are_refused(tmp_path):
+    ids = texts(9, "text").map(lambda row: word_tokenizer()(row["text"]), remove_columns=["text"])
+    rows = ra.pack_documents(ids, 32)
+    kept = {"data_collator": default_data_collator}
+    for more in ({}, kept, {"data_collator": DataCollatorForLanguageModeling(word_tokenizer(), mlm=False)}):
+        with pytest.raises(ValueError, match=r"packed, and this Trainer drops their position_ids: pass data_collator"):
+            of_sft(tmp_path, 1, rows, more)
+    trainer = of_sft(tmp_path, 1, rows, kept, remove_unused_columns=False)
+    kind, ring = over(Trainer, 1)
+    plain = kind(tiny_llama(), TrainingArguments(**settings(str(tmp_path))), train_dataset=rows, **kept, **ring)
+    batches = [next(iter(x.get_train_dataloader())) for x in (trainer, plain)]
+    assert all(batch.keys() == {"input_ids", "labels", "position_ids", "attention_mask"} for batch in batches)

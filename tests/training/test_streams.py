@@ -37,9 +37,6 @@ def assert_alike(found, own_log, expected, log):
             assert entry[name] == pytest.approx(other[name], rel=EXACT), name
 
 
-# ---- Trainer
-
-
 def count_rows(prediction):
     return {"rows": float(len(prediction.predictions)), "sum": float(prediction.label_ids.sum())}
 
@@ -50,9 +47,8 @@ def by_trainer(folder, ring_size, resume=None, eval_counts=(5,), **changes):
     changes = {"steps": 6, "gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 3, **changes}
     data = {"train_dataset": stream(3, 4, 2), "eval_dataset": stream(*eval_counts), "compute_metrics": count_rows}
     args = TrainingArguments(**settings(folder, **changes))
-    made = kind(
-        saved(folder, type(tiny_llama()), tiny_llama), args, data_collator=default_data_collator, **data, **ring
-    )
+    model = saved(folder, type(tiny_llama()), tiny_llama)
+    made = kind(model, args, data_collator=default_data_collator, **data, **ring)
     made.train(resume_from_checkpoint=resume)
     return weights(made.model), [entry for entry in made.state.log_history if "train_runtime" not in entry]
 
@@ -97,14 +93,10 @@ def test_a_run_goes_on_in_the_middle_of_a_stream(tmp_path, programs):
     programs.run(run_program, 4, interrupted, str(tmp_path / "run"), 2)
 
 
-# ---- Accelerate
-
-
 def by_loop(folder, ring_size, sharded=False, dispatch=None, steps=None):
     """A loop of three epochs with accumulation: the weights, and the rows of each epoch that all rings read together."""
-    accelerator = Accelerator(
-        gradient_accumulation_steps=2, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch)
-    )
+    dispatching = DataLoaderConfiguration(dispatch_batches=dispatch)
+    accelerator = Accelerator(gradient_accumulation_steps=2, dataloader_config=dispatching)
     ring = None if ring_size is None else ra.Ring.from_accelerator(accelerator, ring_size)
     model = ra.patch_model(saved(folder, type(tiny_llama()), tiny_llama), ring=ring)
     loader = DataLoader(stream(3, 4, 2), 2, collate_fn=default_data_collator)
@@ -154,9 +146,6 @@ def test_a_loop_whose_processes_read_for_themselves(tmp_path, programs):
         assert skipped == [8, 0, 1, 2]
 
 
-# ---- random numbers
-
-
 def drawn(rank):
     """The random numbers of a rank after each batch, if the first process draws numbers for a batch of a stream."""
     process_environment(rank, 4)
@@ -174,9 +163,6 @@ def test_ranks_of_a_ring_draw_the_same_numbers(programs):
     """Dropout in a head needs them; another ring has numbers of its seed."""
     first, second, third, fourth = programs.run(drawn, 4)
     assert first == second != third == fourth
-
-
-# ---- refusals
 
 
 class OwnEpochs(Trainer):

@@ -1,4 +1,4 @@
-"""What else a RingTrainer does: resuming, adapters, 16 bits, steps that are not finite; and refusals."""
+"""What else a RingTrainer does: virtual tokens, 16 bits, steps that are not finite; and refusals."""
 
 import logging
 import math
@@ -14,39 +14,9 @@ from tests.support.training import assert_equal_runs, differences, documents, ti
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
-#: Four steps of two rows an epoch, or two of each of two rings: a checkpoint of the third step is in the middle of one.
 ROWS = documents(8, 20, 61, seed=0, prompt=3)
 EVAL_ROWS = documents(5, 20, 61, seed=3)
 DATA = {"rows": ROWS, "batch_size": 2, "steps": 5}
-
-
-# ---- going on
-
-
-def interrupted(rank, folder, ring_size):
-    saving = {"save_strategy": "steps", "save_steps": 3, "include_num_input_tokens_seen": "all"}
-    whole, made = trainer(rank, folder / "whole", ring_size=ring_size, **DATA, **saving)
-    tokens = made.state.num_input_tokens_seen
-    again, made = trainer(
-        rank,
-        folder / "again",
-        ring_size=ring_size,
-        **DATA,
-        **saving,
-        model=tiny_llama(seed=7),  # all that counts comes from the checkpoint
-        resume=str(folder / "whole" / "checkpoint-3"),
-    )
-    assert made.state.num_input_tokens_seen == tokens > 0
-    return whole, again, tokens
-
-
-def test_a_resumed_run_ends_as_the_uninterrupted_one(tmp_path, programs):
-    for whole, again, _ in programs.run(interrupted, 4, tmp_path, 2):
-        assert len(again["losses"]) == 5, "the history before the checkpoint is kept"
-        assert_equal_runs(again, whole, "resumed")
-
-
-# ---- adapters, and 16 bits
 
 
 def with_prompts(rank, folder, ring_size):
@@ -74,9 +44,6 @@ def test_training_in_bfloat16(tmp_path, programs):
     bounds = {name: allowed(error) for name, error in differences(in_bfloat16(0, tmp_path, 1), exact).items()}
     for figures in programs.run(in_bfloat16, 2, tmp_path, 2):
         assert_equal_runs(figures, exact, "bfloat16", bounds)
-
-
-# ---- numbers that are not finite
 
 
 class Diverging(ra.RingTrainer):
@@ -120,9 +87,6 @@ def test_a_loss_that_is_not_finite_is_told_on_all_processes_together(world_size,
         assert finite and told[0] == "step 3: nan nan"
         warned = [text for text in told[1:] if "training goes on" in text]
         assert len(warned) == (rank == 0) and all("step 3: loss nan, gradient norm nan" in text for text in warned)
-
-
-# ---- refusals
 
 
 REFUSED = {

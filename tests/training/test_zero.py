@@ -1,5 +1,6 @@
-"""DeepSpeed holds the parameters' state, rings hold the sequences: ZeRO 1, 2 and 3 have the losses of one process."""
+"""DeepSpeed holds the state of parameters, rings the sequences: ZeRO 1, 2 and 3 have the losses of one process, sliced too."""
 
+import collections
 import os
 
 import pytest
@@ -10,45 +11,42 @@ from accelerate.utils import DeepSpeedPlugin, DummyScheduler
 from torch.utils.data import DataLoader
 
 import hf_ring_attention as ra
+from hf_ring_attention.compute.private import checkpoint_activations
 from tests.support.as_gpus import NO_DEEPSPEED, deepspeed_without_operators, take_cpus_for_gpus
 from tests.support.ranks import run_ranks
 from tests.support.tolerance import EXACT
 from tests.support.training import documents, loop, padded, process_environment, tiny_llama
 
+pytest.importorskip("deepspeed", reason=NO_DEEPSPEED)
 pytestmark = pytest.mark.usefixtures("in_float64")
 
 STAGES = (1, 2, 3)
 ROWS = documents(8, 20, 61, seed=0, prompt=3)
 
 
-def all_stages(rank):
-    return [zero(rank, stage) for stage in STAGES]
-
-
-def zero(rank, stage):
+def engine_of(model, stage, **zero):
+    """DeepSpeed's engine of a stage of ZeRO, with plain steps."""
     deepspeed = deepspeed_without_operators()
-    world_size = dist.get_world_size()
-    process_environment(rank, world_size)
+    deepspeed.init_distributed("gloo", dist_init_required=False, verbose=False)
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage, **zero}}
+    # DeepSpeed clips to 1 by default.
+    config |= {"gradient_clipping": 1e9, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    return deepspeed.initialize(model=model, optimizer=optimizer, dist_init_required=False, config=config)[0]
+
+
+def all_stages(rank):
+    return [losses_of(rank, stage) for stage in STAGES]
+
+
+def losses_of(rank, stage):
+    process_environment(rank, dist.get_world_size())
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
     ring = ra.Ring.from_accelerator(accelerator, size=2, transport="heads")
     model = ra.patch_model(tiny_llama(), ring=ring)
     torch.manual_seed(1)
     loader = accelerator.prepare(DataLoader(ROWS, shuffle=True, collate_fn=padded))
-    deepspeed.init_distributed("gloo", dist_init_required=False, verbose=False)
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
-        dist_init_required=False,
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": stage},
-            "gradient_clipping": 1e9,  # DeepSpeed clips to 1 by default.
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-        },
-    )
-    engine.train()
-    losses = []
+    engine, losses = engine_of(model.train(), stage), []
     for batch, _ in zip(loader, range(2)):
         items = accelerator.reduce((batch["labels"][:, 1:] != -100).sum(), "sum")
         loss = engine(**batch, num_items_in_batch=items).loss
@@ -60,7 +58,6 @@ def zero(rank, stage):
 
 def test_zero_has_the_losses_of_one_process():
     """Two rings of two, with heads inside of each."""
-    pytest.importorskip("deepspeed", reason=NO_DEEPSPEED)
     expected = loop(0, rows=ROWS, batch_size=2, steps=2)["losses"]
     for by_stage in run_ranks(all_stages, 4):
         for stage, losses in zip(STAGES, by_stage, strict=True):
@@ -78,13 +75,8 @@ def rates(rank, by_deepspeed):
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     process_environment(rank, dist.get_world_size())
     take_cpus_for_gpus()
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 1},
-        "zero_force_ds_cpu_optimizer": False,
-    }
-    if by_deepspeed:
-        config["scheduler"] = SCHEDULE
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
+    config |= {"zero_force_ds_cpu_optimizer": False, **({"scheduler": SCHEDULE} if by_deepspeed else {})}
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
     ring = ra.Ring.from_accelerator(accelerator, size=2)
     model = ra.patch_model(tiny_llama(), ring=ring)
@@ -112,6 +104,40 @@ RATES = {True: [0, 1, 1, 3 / 4], False: [5 / 6, 4 / 6, 3 / 6, 2 / 6]}
 @pytest.mark.parametrize("by_deepspeed", RATES)
 def test_schedules_have_the_steps_of_rings(by_deepspeed):
     """Two rings of two take half of all steps each, as two processes do."""
-    pytest.importorskip("deepspeed", reason=NO_DEEPSPEED)
     for found in run_ranks(rates, 4, by_deepspeed):
         assert found == pytest.approx(RATES[by_deepspeed])
+
+
+def sliced(rank):
+    """[stage][whole rows, slices]: the losses of three steps, summed over ranks with rows of other lengths."""
+
+    def losses(stage, tokens_at_once):
+        model = ra.sliced_layers(tiny_llama(None).train(), tokens_at_once)
+        checkpoint_activations(model, {"use_reentrant": False})
+        engine, found, fired = engine_of(model, stage, stage3_param_persistence_threshold=0), [], collections.Counter()
+        for name, x in model.named_parameters():
+            x.register_post_accumulate_grad_hook(lambda _, name=name: fired.update([name]))
+        ids = torch.tensor([ROWS[0]["input_ids"] * 2])[:, : (37, 12)[rank]]
+        for _ in range(3):
+            loss = engine(ids, labels=ids).loss
+            engine.backward(loss)
+            engine.step()
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            found.append(float(total))
+        assert {*fired.values()} == {3}, "a parameter got other than one gradient a step"
+        return found
+
+    found = [[losses(stage, number) for number in (None, 10)] for stage in STAGES]
+    engine = engine_of(tiny_llama(None), 3, stage3_param_persistence_threshold=0)
+    with pytest.raises(NotImplementedError, match=r"of gate_proj: .* call sliced_layers before deepspeed\.initialize"):
+        ra.sliced_layers(engine, 10)
+    return found
+
+
+def test_slices_of_layers_have_the_losses_of_whole_rows():
+    """ZeRO-3 gathers each MLP once for all slices: ranks with more slices than others do not wait for them."""
+    for of_rank in run_ranks(sliced, 2):
+        for stage, (expected, found) in zip(STAGES, of_rank, strict=True):
+            assert found == pytest.approx(expected, rel=EXACT), f"ZeRO {stage}"
+            assert expected[0] > expected[-1]
