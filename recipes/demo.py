@@ -163,8 +163,9 @@ class Demo:
         plot_losses({row["pattern"]: row.pop("token_nll") for row in rows}, output / "losses.png")
         config, shown = model.config, ["exact", WINDOW, PYRAMID, LONGNET]
         heads = [f"--heads={config.num_attention_heads}", f"--kv-heads={config.num_key_value_heads}"]
-        words = ["--tokens", str(tokens), *heads, "--output", str(output / "patterns.png")]
-        command("plot", "pattern", *shown, *words, stdout=subprocess.DEVNULL)
+        words = ["--tokens", str(tokens), *heads, "--plot", str(output / "patterns.png")]
+        words += [word for pattern in shown for word in ("--pattern", pattern)]
+        command("plot", "pattern", *words, stdout=subprocess.DEVNULL)
         self.figures |= {"perplexity": rows, "two_processes": difference, "tokens": tokens}
 
     def pass_keys(self) -> None:
@@ -216,7 +217,7 @@ class Demo:
             f"{tokens} tokens. One row of text and no second passes: a real one reads more. The last lines are of other text, "
             f"beside {RIVAL} in all heads.",
         )
-        words = [*self.model_words, "--text", str(output / "text.txt"), "--seq-len", tokens]
+        words = [*self.model_words, "--text", str(output / "text.txt"), "--tokens", tokens]
         words += ["--budget", str(BUDGET), "--refinements", "0", "--output", str(output / "calibrated")]
         command("calibrate", *words, "--plot", str(output / "layers.png"))
         ids = common.tokenize(common.load_tokenizer(), self.text[len(self.text) // 2 :], int(tokens))
@@ -240,7 +241,7 @@ class Demo:
             f"On {self.args.tokens} tokens it raised perplexity by {quality[WINDOW] / quality['exact'] - 1:.1%}. Other texts "
             "and models run the same way; for example:"
         )
-        words = ["perplexity", common.installed_model(), self.args.output / "text.txt"]
+        words = ["perplexity", "--model", common.installed_model(), "--text", self.args.output / "text.txt"]
         words += ["--pattern", "exact", "--pattern", WINDOW]
         print(f"\n    {shlex.join([sys.executable, '-m', 'hf_ring_attention', *map(str, words)])}")
 

@@ -31,13 +31,13 @@ _BUDGETS = {
 
 
 def add_calibrate(parser: Parser) -> None:
-    add = parser.add_argument
+    add, text = parser.add_argument, "Tokens of a row of text (default 4k)."
     parser.add_model("A causal language model: hub id or folder.", required=True)
-    add("--text", metavar="FILE", type=text_file, action="append", required=True, help="A text in UTF-8; repeatable.")
+    add("--text", metavar="FILE", type=text_file, nargs="+", action="extend", required=True, help="Texts in UTF-8.")
     add("--budget", metavar="SHARE", type=above_zero(1), default=0.25, help="Share of exact's cost (default 0.25).")
     parser.add_choice("--budget-of", tuple(_BUDGETS), "The cost that is counted", "flops")
     add("--ranks", metavar="N", type=at_least(2), help="Ranks whose bytes are counted (default: the processes).")
-    add("--seq-len", metavar="N", type=token_count(2), default="4k", help="Tokens of a row of text (default 4k).")
+    add("--tokens", metavar="N", type=token_count(2), default="4k", was="--seq-len", help=text)
     add("--rows", metavar="N", type=at_least(1), default=1, help="Rows of each text, spread evenly (default 1).")
     text = "A pattern to choose among; repeatable. Default: windows with few and with many sinks, and exact."
     parser.add_pattern(text, "--menu", action="append")
@@ -58,11 +58,11 @@ def calibrate_command(args: Namespace) -> None:
 
     Examples:
       hf-ring-attention calibrate --model HuggingFaceTB/SmolLM2-135M \\
-          --text book.txt --text manual.txt --budget 0.25 --seq-len 8192
+          --text book.txt --text manual.txt --budget 0.25 --tokens 8192
       hf-ring-attention calibrate --model ./folder --text book.txt --rows 4 \\
           --output calibrated --plot layers.png
       torchrun --nproc-per-node 8 -m hf_ring_attention calibrate \\
-          --model ./folder --text book.txt --seq-len 128k --output calibrated
+          --model ./folder --text book.txt --tokens 128k --output calibrated
     """
     from ..cost.models import load_config
     from ..evaluation.calibration.calibrate import calibrate
@@ -70,12 +70,12 @@ def calibrate_command(args: Namespace) -> None:
     from .loading import check_positions, load_model, load_tokenizer, ring_of_processes  # It loads torch.
 
     trust = args.trust_remote_code
-    checked("--seq-len", check_positions, checked("--model", load_config, args.model, trust=trust), args.seq_len)
+    checked("--tokens", check_positions, checked("--model", load_config, args.model, trust=trust), args.tokens)
     ring, device = ring_of_processes()
     if args.budget_of == "bytes" and args.ranks is None and ring.world_size == 1:
         raise Refusal("one process moves no bytes: name the ranks of the ring, 2 or more", "--ranks")
     tokenizer = checked("--model", load_tokenizer, args.model, trust)
-    rows = [row for text in args.text for row in checked("--text", rows_of, tokenizer, *text, args.seq_len, args.rows)]
+    rows = [row for text in args.text for row in checked("--text", rows_of, tokenizer, *text, args.tokens, args.rows)]
     model = checked("--model", load_model, args.model, args.dtype, device, trust)
     options = {name: getattr(args, name) for name in ("budget", "budget_of", "ranks", "refinements", "seed")}
     options |= {name: getattr(args, name) for name in ("menu", "retrieval") if getattr(args, name) is not None}
@@ -108,7 +108,7 @@ def rows_of(tokenizer: Any, name: str, content: str, tokens: int, count: int) ->
     opening, ids = text.ids.tensor_split([text.opening])
     room = tokens - len(opening)
     if len(ids) < room * count or room < 1:
-        remedy = "take a longer text, fewer rows, or a smaller --seq-len"
+        remedy = "take a longer text, fewer rows, or a smaller --tokens"
         needed = f"{count * room} (--rows {count} of {room})"
         raise ValueError(f"{name} has {len(ids)} tokens, and {needed} are needed: {remedy}")
     starts = [(len(ids) - room) * row // max(1, count - 1) for row in range(count)]

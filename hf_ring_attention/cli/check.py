@@ -25,7 +25,7 @@ _COLUMNS = 9, 21
 
 def add_check(parser: Parser) -> None:
     add = parser.add_argument
-    add("--ring-size", metavar="N", type=at_least(1), help="Processes that share each sequence (default: all).")
+    add("--ranks", metavar="N", type=at_least(1), was="--ring-size", help="Ranks of a ring (default: all processes).")
     add("--model", metavar="ID_OR_FOLDER", help="The job's model, or its config.json; no weights are loaded.")
     parser.add_pattern("The job's pattern; default: the model's, else exact.")
     text = "The longest for each check (default 30)."
@@ -41,13 +41,13 @@ def check_command(args: Namespace) -> int:
     Examples:
       hf-ring-attention check --model ./folder
       torchrun --nproc-per-node 8 -m hf_ring_attention check --model ./folder
-      torchrun --nproc-per-node 8 -m hf_ring_attention check --ring-size 4 \\
+      torchrun --nproc-per-node 8 -m hf_ring_attention check --ranks 4 \\
           --model Qwen/Qwen3-8B --pattern pyramid:512,3
       accelerate launch --config_file FILE -m hf_ring_attention check
     """
     count = int(os.environ.get("WORLD_SIZE", "1"))
-    if args.ring_size is not None and count % args.ring_size:
-        raise Refusal(f"a number that divides the {count} processes was expected, got {args.ring_size}", "--ring-size")
+    if args.ranks is not None and count % args.ranks:
+        raise Refusal(f"a number that divides the {count} processes was expected, got {args.ranks}", "--ranks")
     from .checks.catalogue import all_checks
     from .checks.runner import leave_processes, meet_processes, run_checks
 

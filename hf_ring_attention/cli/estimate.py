@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
 
 def add_estimate(parser: Parser) -> None:
-    parser.add_model("A folder with a config.json, or a hub id.", required=True)
     add, dtypes = parser.add_argument, tuple(NUMBER_BYTES)
-    add("--seq-len", metavar="N", type=token_count(), required=True, help="Tokens of a sequence: 4096, 128k, 1M.")
-    add("--devices", metavar="N", type=at_least(1, 2**20), default=1, help="All devices (default 1).")
+    add("--tokens", metavar="N", type=token_count(), required=True, was="--seq-len", help="Tokens of a row: 128k, 1M.")
+    # --ranks is one ring, as in all commands; --devices counts the devices of all rings, which divide parameters.
+    add("--ranks", metavar="N", type=at_least(1), was="--ring-size", help="Ranks of a ring (default: all devices).")
+    add("--devices", metavar="N", type=at_least(1, 2**20), help="Devices of all rings (default: as --ranks, else 1).")
     add("--memory", metavar="SIZE", type=memory_size, help="What a device has, such as 80GB.")
-    add("--ring-size", metavar="N", type=at_least(1), help="Devices that share a sequence (default: all).")
+    parser.add_model("A folder with a config.json, or a hub id.", required=True)
     parser.add_pattern("Default: the model's, else exact.")
     parser.add_choice("--parallel", PARALLELS, "How parameters are divided", "fsdp2")
     add("--checkpointing", action=BooleanOptionalAction, default=True, help="Backward recomputes layers (default yes).")
@@ -49,16 +50,17 @@ def estimate_command(args: Namespace) -> None:
     Nothing runs and no weights are loaded. Each line has its formula; with --json also its source.
 
     Examples:
-      hf-ring-attention estimate --model ./folder --seq-len 1M --devices 8 \\
+      hf-ring-attention estimate --tokens 1M --ranks 8 --model ./folder \\
           --memory 80GB --offload
-      hf-ring-attention estimate --model ID --seq-len 1M --devices 64 \\
-          --memory 80GB --ring-size 16 --plot estimate.png
+      hf-ring-attention estimate --tokens 1M --ranks 16 --devices 64 --model ID \\
+          --memory 80GB --plot estimate.png
     """
     from ..cost.estimate import estimate  # It loads Transformers, which takes seconds.
     from ..cost.models import load_config
 
     accepted = signature(estimate).parameters
     setting = {name: value for name, value in vars(args).items() if name in accepted} | {"heads": args.ring_heads}
+    setting |= {"seq_len": args.tokens, "ring_size": args.ranks, "devices": args.devices or args.ranks or 1}
     config = checked(None, load_config, args.model, trust=args.trust_remote_code)
     gc.disable()  # Plans of many ranks are some hundred thousand objects without circles.
     try:
@@ -93,7 +95,7 @@ def _figures_of(answer: Estimate) -> dict[str, Any]:
     figures["cache"] = asdict(answer.cache) | {
         "patterns": {pattern: {"layers": layers, **asdict(size)} for pattern, (layers, size) in answer.caches.items()}
     }
-    figures["next_switches"] = [asdict(one) for one in next_switches(answer)]
+    figures["next_switches"] = [{"name": x.name, "gain": x.gain, "fits": x.fits} for x in next_switches(answer)]
     if answer.memory is not None:
         ring = smallest_ring(answer)
         figures["cache"]["most_tokens"] = most_cached_tokens(answer)
@@ -107,8 +109,8 @@ def _print_estimate(answer: Estimate, figures: dict[str, Any], model: str) -> No
     rows = [(part.name + " (host)" * part.host, short_bytes(part.bytes), part.formula) for part in answer.parts]
     least = ", at least" if answer.not_counted else ""
     rows.append((f"peak of a device{least}", short_bytes(answer.peak), f"in the {answer.peak_phase}"))
-    rings = f"rings of {setting.ring_size} of {setting.devices} devices, {setting.parallel}"
-    title = f"{model}: {short_count(setting.seq_len)} tokens, {rings}"
+    rings = f"over {setting.ring_size} ranks, of {setting.devices} devices, {setting.parallel}"
+    title = f"{model}: {short_count(setting.seq_len)} tokens {rings}"
     print_table(title, ("memory of a device", "bytes", "formula"), rows, _answers(answer, figures), left=3)
     exchanged = [
         (pattern, call["transport"], ", ".join(f"{name} {short_bytes(size)}" for name, size in call["buffers"].items()))
@@ -139,7 +141,9 @@ def _print_cache(answer: Estimate, cache: dict[str, Any]) -> None:
 
 
 def _answers(answer: Estimate, figures: dict[str, Any]) -> list[str]:
-    """Returns what fits, and what to set next, a line each."""
+    """Returns what fits and, if the step does not fit, what each option by itself would save, a line each."""
+    from ..cost.questions import next_switches
+
     lines, may = [], "may fit" if answer.not_counted else "fits"
     if answer.memory is not None:
         verdict = "does not fit" if answer.fits is False else may
@@ -148,8 +152,11 @@ def _answers(answer: Estimate, figures: dict[str, Any]) -> list[str]:
         lines.append("no sequence fits" if longest is None else f"longest sequence that {may}: {longest:,} tokens")
         smallest = "none" if ring is None else f"{ring['ring_size']}, of {ring['devices']} devices"
         lines.append(f"smallest ring for this sequence: {smallest}")
-    for switch in figures["next_switches"][:4]:
-        fits = {None: "", True: ", and it fits", False: ", which is not enough"}[switch["fits"]]
-        lines.append(f"set {switch['name']}: {short_bytes(switch['gain'])} less{fits}")
+    for switch in [] if answer.fits else [x for x in next_switches(answer) if len(x.changes) == 1][:4]:
+        ((name, value),) = switch.changes.items()
+        option = "ranks" if name == "ring_size" else name.replace("_", "-")
+        option = f"--no-{option}" if value is False else f"--{option}" if value is True else f"--{option} {value}"
+        fits = {None: "", True: ", and it fits", False: ", which is not enough"}[switch.fits]
+        lines.append(f"with {option}: {short_bytes(switch.gain)} less{fits}")
     lines += [f"not counted: {answer.not_counted}"] if answer.not_counted else []
     return [*lines, "not counted: what the process holds before the model is made, and fragmentation"]

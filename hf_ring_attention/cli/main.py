@@ -19,11 +19,11 @@ PROGRAM = "hf-ring-attention"
 COMMANDS: dict[str, tuple[Callable[[Parser], None], Callable[[Any], Any], str]] = {
     "explain": (explain.add_explain, explain.explain_command, ""),
     "estimate": (estimate.add_estimate, estimate.estimate_command, ""),
-    "plot pattern": (plot.add_plot_pattern, plot.plot_pattern_command, "[PATTERN ...] "),
+    "plot pattern": (plot.add_plot_pattern, plot.plot_pattern_command, ""),
     "plot layout": (plot.add_plot_layout, plot.plot_layout_command, ""),
     "plot ring": (plot.add_plot_ring, plot.plot_ring_command, ""),
     "models": (models.add_models, models.models_command, "[TYPE ...] "),
-    "perplexity": (perplexity.add_perplexity, perplexity.perplexity_command, "MODEL TEXT_FILE ... "),
+    "perplexity": (perplexity.add_perplexity, perplexity.perplexity_command, ""),
     "calibrate": (calibrate.add_calibrate, calibrate.calibrate_command, ""),
     "check": (check.add_check, check.check_command, ""),
     "lm-eval": (lm_eval.add_lm_eval, lm_eval.lm_eval_command, "[OPTION OF LM_EVAL ...] "),
@@ -31,7 +31,7 @@ COMMANDS: dict[str, tuple[Callable[[Parser], None], Callable[[Any], Any], str]] 
 }
 _OF_PLOTS = """\
 Examples:
-  hf-ring-attention plot pattern pyramid:512,3 window:512+4 --tokens 8k
+  hf-ring-attention plot pattern --pattern pyramid:512,3 --tokens 8k
   hf-ring-attention plot ring --help
 """
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -38,15 +39,41 @@ class Refusal(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose help has 80 columns, whose errors are `Refusal`s, and which adds options that several commands share."""
+    """A parser whose help has 80 columns, whose errors are `Refusal`s, and which adds options that several commands share.
+
+    It reads old names of options too, and the first process prints the new ones. The old name of an option can be another
+    option now: it keeps its old meaning beside that option's old name.
+    """
 
     def __init__(self, **settings: Any) -> None:
+        self.old_names: dict[str, str] = {}
         formatter: Any = partial(argparse.RawDescriptionHelpFormatter, max_help_position=26, width=80)
         super().__init__(formatter_class=formatter, allow_abbrev=False, **settings)
 
     def error(self, message: str) -> Any:
         """Raises a `Refusal` that names the help."""
         raise Refusal(f"{message} (see {self.prog} --help)")
+
+    def add_argument(self, *names: Any, was: str | None = None, **settings: Any) -> argparse.Action:
+        """Adds an option; `was` is its old name."""
+        self.old_names |= {} if was is None else {was: names[0]}
+        return super().add_argument(*names, **settings)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words, olds = list(sys.argv[1:] if args is None else args), self.old_names
+        found = {word.partition("=")[0] for word in words} & olds.keys()
+        if found - {*olds.values()}:
+            if os.environ.get("RANK", "0") == "0":
+                print(f"{self.prog}:", ", ".join(f"{x} is now {olds[x]}" for x in olds if x in found), file=sys.stderr)
+            words = [olds.get(name, name) + sign + value for name, sign, value in (x.partition("=") for x in words)]
+        # Numbers behind --tokens are one word: a type sees one word, and nargs would also take a file behind them.
+        numbers, text = r"(?<=\0--tokens\0)\d[\d,kKmM]*(\0\d[\d,kKmM]*)+(?=\0|$)", "\0".join(["", *words])
+        words = re.sub(numbers, lambda found: found[0].replace("\0", ","), text).split("\0")[1:]
+        parsed, rest = super().parse_known_args(words, namespace)
+        if hasattr(parsed, "words"):  # It has the first positional words; `rest` has those behind options.
+            parsed.words += [word for word in rest if not word.startswith("-")]
+            rest = [word for word in rest if word.startswith("-")]
+        return parsed, rest
 
     def add_choice(self, name: str, choices: Sequence[str], text: str, default: str) -> None:
         text = f"{text}: {', '.join(choices)} (default {default})."
@@ -58,22 +85,19 @@ class Parser(argparse.ArgumentParser):
     def add_pattern(self, text: str, name: str = "--pattern", **settings: Any) -> None:
         self.add_argument(name, metavar="TEXT", type=pattern_text, help=text, **settings)
 
-    def add_picture(self, name: str, text: str) -> None:
-        self.add_argument(name, metavar="FILE.png", type=picture_file, help=text)
+    def add_picture(self, name: str, text: str, **settings: Any) -> None:
+        self.add_argument(name, metavar="FILE.png", type=picture_file, help=text, **settings)
 
     def add_model(self, text: str, required: bool = False) -> None:
         """Adds --model, and the permission to run its code."""
         self.add_argument("--model", metavar="ID_OR_FOLDER", required=required, help=text)
-        self.add_trust()
-
-    def add_trust(self) -> None:
         text = "Run the Python code that the model brings; read it first."
         self.add_argument("--trust-remote-code", action="store_true", help=text)
 
     def add_row(self) -> None:
         """Adds the options for one row over a ring: its tokens, its documents, the ranks, and the layout."""
         add, text = self.add_argument, "Lengths of the documents that are packed into the row; default: one."
-        add("--tokens", type=token_count(), metavar="N", required=True, help="Tokens of the whole row: 4096, 128k, 1M.")
+        add("--tokens", type=token_count(), metavar="N", required=True, help="Tokens of a row: 128k, 1M.")
         add("--ranks", type=at_least(1), metavar="N", required=True, help="Ranks of the ring.")
         add("--documents", type=comma_list(token_count()), metavar="N,N,...", help=text)
         self.add_layout()
@@ -97,7 +121,7 @@ def checked(option: str | None, function: Callable[..., Value], *values: Any, **
     """Returns the result of a function; refuses its errors, in the name of an option if one is at fault."""
     try:
         return function(*values, **settings)
-    except (OSError, ValueError, NotImplementedError) as error:
+    except (OSError, ValueError, NotImplementedError, argparse.ArgumentTypeError) as error:
         raise Refusal(str(error), option) from None
 
 

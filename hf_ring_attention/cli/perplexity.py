@@ -30,16 +30,16 @@ def pattern_or_file(text: str) -> str:
 
 def add_perplexity(parser: Parser) -> None:
     add = parser.add_argument
-    add("model", metavar="MODEL", help="A causal language model: hub id or folder.")
-    add("texts", metavar="TEXT_FILE", nargs="+", type=text_file, help="Texts in UTF-8.")
+    parser.add_model("A causal language model: hub id or folder.")
+    add("--text", metavar="FILE", type=text_file, nargs="+", action="extend", help="Texts in UTF-8.")
+    add("words", metavar="MODEL TEXT_FILE ...", nargs="*", help="The same, without --model and --text.")
     text = f"A pattern, a file calibration.json, or own: the config's; repeatable (default {' '.join(USUAL_PATTERNS)})."
     add("--pattern", metavar="TEXT", action="append", type=pattern_or_file, help=text)
-    text = "First tokens of each text (default 4k, or most of --lengths)."
-    add("--tokens", metavar="N", type=token_count(2), help=text)
-    text = "Context lengths: texts are cut into windows of each."
-    add("--lengths", metavar="N,N,...", type=comma_list(token_count(2)), help=text)
-    add("--stride", metavar="N", type=token_count(), help="With --lengths: windows advance by so many tokens.")
-    parser.add_trust()
+    text = "Tokens of rows: texts are cut into rows of each length (default 4k)."
+    add("--tokens", metavar="N,N,...", type=comma_list(token_count(2)), was="--lengths", help=text)
+    text = "First tokens of each text that are read (default: the most of --tokens)."
+    add("--text-tokens", metavar="N", type=token_count(2), was="--tokens", help=text)
+    add("--stride", metavar="N", type=token_count(), help="With --tokens: rows advance by this many tokens.")
     parser.add_choice("--dtype", ("float32", "bfloat16", "float16"), "Type of numbers", "float32")
     parser.add_json()
 
@@ -51,39 +51,44 @@ def perplexity_command(args: Namespace) -> None:
     or accelerate launch, share each window, and print the figures of one.
 
     Examples:
-      hf-ring-attention perplexity HuggingFaceTB/SmolLM2-135M book.txt
-      hf-ring-attention perplexity ./folder *.txt --lengths 1k,4k,16k \\
-          --pattern exact --pattern window:512+4 --pattern calibration.json
-      hf-ring-attention perplexity ./folder book.txt --lengths 4k --stride 512 \\
-          --tokens 64k --json
-      torchrun --nproc-per-node 8 -m hf_ring_attention perplexity ./folder \\
-          book.txt --lengths 32k,128k
+      hf-ring-attention perplexity --model HuggingFaceTB/SmolLM2-135M --text a.txt
+      hf-ring-attention perplexity --model ./folder --text *.txt \\
+          --tokens 1k,4k,16k --pattern exact --pattern calibration.json
+      hf-ring-attention perplexity --model ./folder --text book.txt --tokens 4k \\
+          --stride 512 --text-tokens 64k --json
+      torchrun --nproc-per-node 8 -m hf_ring_attention perplexity \\
+          --model ./folder --text book.txt --tokens 32k,128k
     """
     from ..cost.models import load_config
     from ..evaluation.texts import tokenized_text
     from .loading import check_positions, load_model, load_tokenizer, ring_of_processes  # It loads torch.
 
-    trust, lengths = args.trust_remote_code, list(dict.fromkeys(args.lengths or [args.tokens or USUAL_TOKENS]))
-    config = checked("MODEL", load_config, args.model, trust=trust)
-    if args.stride is not None and not (args.lengths and args.stride <= min(lengths)):
-        raise Refusal(f"it needs --lengths, and may be at most the shortest of them, got {args.stride}", "--stride")
+    words = [*filter(None, [args.model]), *args.words]
+    if not words or len(words) + len(args.text or ()) < 2:
+        raise Refusal("a model and a text are needed: --model ID_OR_FOLDER --text FILE")
+    args.model, *names = words
+    files = [*(args.text or ()), *(checked("--text", text_file, name) for name in names)]
+    trust, lengths = args.trust_remote_code, list(dict.fromkeys(args.tokens or [args.text_tokens or USUAL_TOKENS]))
+    config = checked("--model", load_config, args.model, trust=trust)
+    if args.stride is not None and not (args.tokens and args.stride <= min(lengths)):
+        raise Refusal(f"it needs --tokens, and may be at most the shortest of them, got {args.stride}", "--stride")
     with stdout_left_alone() if args.json else nullcontext():
         ring, device = ring_of_processes()
-        tokenizer = checked("MODEL", load_tokenizer, args.model, trust)
-        texts = {name: tokenized_text(text, tokenizer, args.tokens or max(lengths)) for name, text in args.texts}
+        tokenizer = checked("--model", load_tokenizer, args.model, trust)
+        texts = {name: tokenized_text(text, tokenizer, args.text_tokens or max(lengths)) for name, text in files}
         for name, text in texts.items():
             least = max(1, text.opening) + 1  # The opening tokens, or else the first, are not scored.
             if len(text.ids) < least:
-                raise Refusal(f"{name}: {least} tokens or more are needed, got {len(text.ids)}", "TEXT_FILE")
+                raise Refusal(f"{name}: {least} tokens or more are needed, got {len(text.ids)}", "--text")
         longest = min(max(lengths), max(len(text.ids) for text in texts.values()))
-        checked("--lengths" if args.lengths else "--tokens", check_positions, config, longest)
-        model = checked("MODEL", load_model, args.model, args.dtype, device, trust)
+        checked("--tokens", check_positions, config, longest)
+        model = checked("--model", load_model, args.model, args.dtype, device, trust)
         rows = _measured(args, model, texts, lengths, ring)
     if ring.rank == 0 and args.json:
         setting = {"model": args.model, "dtype": args.dtype, "processes": ring.world_size}
         print(json.dumps({**setting, "rows": rows}, indent=1))
     elif ring.rank == 0:
-        _print_rows(rows, f"{args.model}, {args.dtype}", bool(args.lengths))
+        _print_rows(rows, f"{args.model}, {args.dtype}", len(lengths) > 1 or args.text_tokens is not None)
 
 
 def _measured(

@@ -12,7 +12,7 @@ from ..plan.choices import decide_layout
 from ..plan.patterns import Pattern
 from ..plan.problem import Problem
 from .explain import attention_of, attention_of_config, documents_of_lengths, key_value_heads
-from .options import Parser, Refusal, above_zero, at_least, checked, pattern_text, token_count
+from .options import Parser, Refusal, above_zero, at_least, checked, token_count
 from .output import layer_numbers, short_count, terminal
 from .pictures import layout_lines, lines_of_patterns, timeline_summary
 
@@ -27,24 +27,26 @@ def _print_lines(lines: Iterable[str]) -> None:
 
 def add_plot_pattern(parser: Parser) -> None:
     add, text = parser.add_argument, "Patterns such as exact, window:512+4, pyramid:512,3."
-    add("patterns", metavar="PATTERN", nargs="*", type=pattern_text, help=text)
+    add("words", metavar="PATTERN", nargs="*", help="The same, without --pattern.")
+    parser.add_pattern(text, action="append")
     parser.add_model("Show the patterns of this model's layers, and its heads.")
     add("--tokens", metavar="N", type=token_count(), default="4k", help="Tokens of the document (default 4k).")
     add("--heads", metavar="N", type=at_least(1), help="Query heads, without --model (default 8).")
     add("--kv-heads", metavar="N", type=at_least(1), help="Key/value heads, without --model; default: as --heads.")
     add("--head", metavar="N", type=at_least(0), help="What this head sees (default: what any of them sees).")
-    parser.add_picture("--output", "The file of a picture; without it, text is printed.")
+    parser.add_picture("--plot", "The file of a picture; without it, text is printed.", was="--output")
 
 
 def plot_pattern_command(args: Namespace) -> None:
     """Show who attends to whom under patterns, in a causal document of any length.
 
     Examples:
-      hf-ring-attention plot pattern pyramid:512,3 window:512+4 --tokens 8k
-      hf-ring-attention plot pattern pyramid:512,3 --tokens 128k --output a.png
-      hf-ring-attention plot pattern --model ./folder --tokens 32k --output b.png
+      hf-ring-attention plot pattern --pattern pyramid:512,3 --tokens 8k
+      hf-ring-attention plot pattern --pattern window:512+4 --plot a.png
+      hf-ring-attention plot pattern --model ./folder --tokens 32k --plot b.png
     """
-    patterns, heads = {text: Pattern.parse(text) for text in args.patterns}, args.heads or 8
+    texts, heads = [*(args.pattern or ()), *args.words], args.heads or 8
+    patterns = {text: checked("--pattern", Pattern.parse, text) for text in texts}
     if args.model is None:
         kv_heads = key_value_heads(heads, args.kv_heads)
     else:
@@ -53,19 +55,19 @@ def plot_pattern_command(args: Namespace) -> None:
         for pattern, numbers in attention.layers_of_patterns().items():
             patterns[f"{pattern}, layers {layer_numbers(numbers)}"] = pattern
     if not patterns:
-        raise Refusal("a pattern such as window:512+4, or --model, was expected", "PATTERN")
+        raise Refusal("a pattern such as window:512+4, or --model, was expected", "--pattern")
     if args.head is not None and args.head >= heads:
         raise Refusal(f"heads are numbered 0 to {heads - 1}, got {args.head}", "--head")
     for pattern in patterns.values():
-        checked("PATTERN", pattern.check_heads, kv_heads, "the picture")
+        checked("--pattern", pattern.check_heads, kv_heads, "the picture")
     shape: dict[str, Any] = {"head": args.head, "num_heads": heads, "num_kv_heads": kv_heads}
-    if args.output is None:
+    if args.plot is None:
         _print_lines(lines_of_patterns(patterns, args.tokens, **shape))
         return
     from .plots import plot_patterns  # It imports matplotlib.
 
-    plot_patterns(patterns, args.tokens, args.output, **shape)
-    print(f"wrote {args.output}")
+    plot_patterns(patterns, args.tokens, args.plot, **shape)
+    print(f"wrote {args.plot}")
 
 
 def add_plot_layout(parser: Parser) -> None:
@@ -95,7 +97,7 @@ def add_plot_ring(parser: Parser) -> None:
     parser.add_model("Take heads from its config.json.")
     parser.add_heads()
     parser.add_choice("--dtype", ("float32", "bfloat16", "float16"), "Type of numbers", "bfloat16")
-    parser.add_picture("--output", "The file of the picture.")
+    parser.add_picture("--plot", "The file of the picture.", was="--output")
 
 
 def plot_ring_command(args: Namespace) -> None:
@@ -105,7 +107,7 @@ def plot_ring_command(args: Namespace) -> None:
 
     Examples:
       hf-ring-attention plot ring --tokens 128k --ranks 8 --model ./folder \\
-          --tflops 400 --gbps 400 --output ring.png
+          --tflops 400 --gbps 400 --plot ring.png
     """
     if args.ranks < 2:
         raise Refusal(f"a ring needs 2 ranks or more, got {args.ranks}", "--ranks")
@@ -124,8 +126,8 @@ def plot_ring_command(args: Namespace) -> None:
     speeds = f"{args.tflops:g} TFLOP/s, {args.gbps:g} Gbit/s: one layer forward"
     title = f"{attention.base} over {short_count(args.tokens)} tokens, {args.ranks} ranks, {layout.kind}, {speeds}"
     _print_lines([title, timeline_summary(timeline)])
-    if args.output is not None:
+    if args.plot is not None:
         from .plots import plot_ring  # It imports matplotlib.
 
-        plot_ring(timeline, title, args.output)
-        print(f"wrote {args.output}")
+        plot_ring(timeline, title, args.plot)
+        print(f"wrote {args.plot}")

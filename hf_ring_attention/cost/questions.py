@@ -26,11 +26,12 @@ ENDLESS = 1 << 50
 
 @dataclass(frozen=True)
 class SwitchGain:
-    """An option to set, and the bytes by which it lowers a device's peak; `fits` is None if that is unknown."""
+    """Settings to change, and the bytes by which that lowers a device's peak; `fits` is None if that is unknown."""
 
     name: str
     gain: int
     fits: bool | None
+    changes: dict[str, Any]
 
 
 def bound_of_peak(shape: ModelShape, setting: TrainingSetting, buffers: MemoryPart | None = None) -> float:
@@ -101,7 +102,7 @@ def next_switches(answer: Estimate) -> list[SwitchGain]:
     for name, changes in _switches(answer.shape, answer.setting):
         after = bound_of_peak(answer.shape, replace(answer.setting, **changes))
         if after < peak:
-            gains.append(SwitchGain(name, peak - int(after), answer.fits_with(after)))
+            gains.append(SwitchGain(name, peak - int(after), answer.fits_with(after), changes))
     return sorted(gains, key=lambda switch: -switch.gain)
 
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from hf_ring_attention.cli import explain, options
+from hf_ring_attention.cli import explain, main, options
 from tests.support.missing import without
 
 ROOT = Path(__file__).parents[2]
 
 EXPLAIN = "explain --tokens 64 --ranks 8 --heads 8 --head-dim 64"
-ESTIMATE = "estimate --model {empty} --seq-len 64"
+ESTIMATE = "estimate --model {empty} --tokens 64"
 #: The arguments, and the error.
 REFUSED = [
     (f"{EXPLAIN} --tokens 1e30", "--tokens: a number of tokens such as 4096, 128k or 1M was expected, got '1e30'"),
@@ -42,9 +42,12 @@ REFUSED = [
     (f"{ESTIMATE} --memory {'9' * 400}GB", "--memory: a size of memory such as 80GB or 80GiB was expected, got '999"),
     (f"{ESTIMATE} --plot {{file}}", "--plot: a file that ends in one of .png, .svg, .pdf was expected, got '{file}'"),
     (f"{ESTIMATE} --plot none/a.png", "--plot: there is no folder 'none' for 'a.png': make it first"),
-    ("perplexity a {file} --pattern no.json", "--pattern: no.json cannot be read (from {empty}): No such file"),
+    (
+        "perplexity --model a --text {file} --pattern no.json",
+        "--pattern: no.json cannot be read (from {empty}): No such file",
+    ),
     ("plot pattern", "a pattern such as window:512+4, or --model, was expected"),
-    ("plot pattern exact --heads 2 --head 2", "--head: heads are numbered 0 to 1, got 2"),
+    ("plot pattern --pattern exact --heads 2 --head 2", "--head: heads are numbered 0 to 1, got 2"),
 ]
 
 
@@ -57,6 +60,61 @@ def test_bad_arguments_are_refused_while_they_are_read(words, message, places, e
         monkeypatch.setattr(explain, "explain_layers", never)
     status, _, error = ended([word.format(**places) for word in words.split()])
     assert status == 2 and message.format(**places) in error and error.count("\n") == 1
+
+
+RING = "plot ring --tokens 8k --ranks 4 --heads 8 --head-dim 64 --tflops 1 --gbps 1"
+#: A command, its options by old names and by new ones, and what the first process prints.
+RENAMED = [
+    (
+        "estimate --model a",
+        "--seq-len 1k --ring-size=4",
+        "--tokens 1k --ranks=4",
+        "--seq-len is now --tokens, --ring-size",
+    ),
+    ("calibrate --model a --text {file}", "--seq-len 1k", "--tokens 1k", "--seq-len is now --tokens"),
+    ("check", "--ring-size 2", "--ranks 2", "--ring-size is now --ranks"),
+    ("plot pattern exact", "--output a.png", "--plot a.png", "--output is now --plot"),
+    (RING, "--output a.png", "--plot a.png", "--output is now --plot"),
+    ("perplexity a {file}", "--lengths 1k,2k", "--tokens 1k,2k", "--lengths is now --tokens"),
+    (
+        "perplexity a {file}",
+        "--lengths 1k --tokens 4k",
+        "--tokens 1k --text-tokens 4k",
+        "--tokens is now --text-tokens",
+    ),
+]
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize(("command", "old", "new", "told"), RENAMED)
+def test_old_names_work_and_the_first_process_prints_the_new_ones(
+    command, old, new, told, rank, places, capsys, monkeypatch
+):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("RANK", rank)
+    parsed = [vars(main.command_parser().parse_args(f"{command} {x}".format(**places).split())) for x in (new, old)]
+    assert parsed[0] == parsed[1]
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == printed.err.count(told) == (rank == "0")
+
+
+def test_a_command_refuses_the_old_names_of_others(refusal):
+    for words in (f"{EXPLAIN} --seq-len 4", "check --seq-len 4", f"{EXPLAIN} --output a.png"):
+        assert f"unrecognized arguments: {words.split()[-2]} " in refusal(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "tokens", "rest"),
+    [
+        ("a b --tokens 1k 2k,3k", [1024, 2048, 3072], ["a", "b"]),
+        ("--tokens 1k 2k a b", [1024, 2048], ["a", "b"]),
+        ("a --tokens 1k b", [1024], ["a", "b"]),
+        ("--model a --tokens=7 --text {file} --json 8", [7], ["8"]),
+    ],
+)
+def test_numbers_end_where_other_words_begin(words, tokens, rest, places):
+    args = main.command_parser().parse_args(f"perplexity {words}".format(**places).split())
+    assert (args.tokens, args.words) == (tokens, rest)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +137,10 @@ def test_types_take_what_they_say(kind, text, value):
 
 @pytest.mark.parametrize(
     ("package", "words", "purpose"),
-    [("rich", "--version", "the command line"), ("matplotlib", "plot pattern exact --output a.png", "a picture")],
+    [
+        ("rich", "--version", "the command line"),
+        ("matplotlib", "plot pattern --pattern exact --plot a.png", "a picture"),
+    ],
 )
 def test_a_missing_package_is_named_with_its_pip_command(package, words, purpose, monkeypatch, places, refusal):
     without(monkeypatch, package)

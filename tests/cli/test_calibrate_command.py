@@ -23,7 +23,7 @@ def folder(tmp_path):
 
 
 def words_of(folder, *more):
-    model = f"calibrate --model {folder / 'model'} --text {folder / 'fox.txt'} --seq-len 80 --budget 0.5"
+    model = f"calibrate --model {folder / 'model'} --text {folder / 'fox.txt'} --tokens 80 --budget 0.5"
     return [*model.split(), *(word for pattern in MENU for word in ("--menu", pattern)), *map(str, more)]
 
 
@@ -79,7 +79,7 @@ def test_a_budget_of_the_cache(folder, command):
         (["--model", "{folder}/bare"], "'{folder}/bare' cannot be loaded: "),
         (["--output", "{folder}/fox.txt/new"], "--output: a folder was expected, but '{folder}/fox.txt' is a file"),
         (["--budget", 2], "--budget: a number above 0 and at most 1 was expected, got '2'"),
-        (["--seq-len", 2048], "fox.txt has 360 tokens, and 2048 (--rows 1 of 2048) are needed"),
+        (["--tokens", 2048], "fox.txt has 360 tokens, and 2048 (--rows 1 of 2048) are needed"),
         (["--menu", "exact"], "menu has exact twice"),
     ],
 )
@@ -103,7 +103,7 @@ def test_rows_open_as_the_tokenizer_writes_texts_and_fit_the_positions(folder, r
         assert torch.equal(row[1:], plain[start : start + 49])
     config = folder / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 70}))
-    assert "argument --seq-len: the model has positions for 70 tokens, and rows have 80" in refusal(words_of(folder))
+    assert "argument --tokens: the model has positions for 70 tokens, and rows have 80" in refusal(words_of(folder))
 
 
 def test_rows_reach_the_end_of_a_text_whose_letters_are_several_tokens(tmp_path):

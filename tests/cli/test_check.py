@@ -167,8 +167,8 @@ def test_a_model_that_is_not_known_or_not_computed(config, text, tmp_path, alone
 
 def test_rings_that_do_not_divide_the_processes(monkeypatch, refusal):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    error = refusal("check --ring-size 3")
-    assert "argument --ring-size: a number that divides the 2 processes was expected, got 3" in error
+    error = refusal("check --ranks 3")
+    assert "argument --ranks: a number that divides the 2 processes was expected, got 3" in error
 
 
 def test_a_release_whose_cache_is_another(alone, monkeypatch):
@@ -194,7 +194,7 @@ def test_a_release_whose_cache_is_another(alone, monkeypatch):
 
 def judged(name, answers, **facts):
     """The verdict of a check on what processes answered."""
-    run = CheckRun(Namespace(ring_size=None), HashStore(), 0, len(answers))
+    run = CheckRun(Namespace(ranks=None), HashStore(), 0, len(answers))
     run.facts.update(facts)
     return next(check for check in all_checks(len(answers)) if check.name == name).verdict(run, answers)
 

@@ -128,7 +128,7 @@ def test_commands_print_the_bytes_of_the_cache(tmp_path, command):
     config = tiny_config("llama", num_hidden_layers=3)
     ra.patch_config(config, ["window:32+4", "exact", "exact"]).save_pretrained(tmp_path)
     answer = ra.estimate(config, 65536, memory=10**9)
-    words = f"estimate --model {tmp_path} --seq-len 64k --memory 1GB"
+    words = f"estimate --model {tmp_path} --tokens 64k --memory 1GB"
     printed, figures = command(words), json.loads(command(f"{words} --json"))["cache"]
     kept, whole = short_bytes(answer.cache.kept), short_bytes(answer.cache.whole)
     assert re.search(rf"^all +3 +{kept} +{whole} *$", printed, re.MULTILINE)
@@ -167,14 +167,14 @@ def test_models_say_what_works_and_why_not(command, ended):
 
 
 def test_a_refused_estimate_leaves_the_garbage_collector_on(gemma, refusal):
-    error = refusal(f"estimate --model {gemma} --seq-len 1k --devices 8 --ring-size 3")
+    error = refusal(f"estimate --model {gemma} --tokens 1k --devices 8 --ranks 3")
     assert "ring_size" in error and gc.isenabled()
 
 
 def test_tables_fit_80_columns(gemma, command):
     for words in (
         f"explain --tokens 128k --ranks 8 --model {gemma} --pattern pyramid:512,3",
-        f"estimate --seq-len 128k --devices 8 --memory 80GB --model {gemma}",
+        f"estimate --tokens 128k --devices 8 --memory 80GB --model {gemma}",
         "models",
     ):
         assert max(map(len, command(words).splitlines())) <= 80, words

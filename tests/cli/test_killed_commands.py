@@ -16,7 +16,7 @@ from tests.support.tiny_models import with_large_weights
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
-COMMAND = "calibrate --model model --text fox.txt --seq-len 80 --menu window:4+1 --menu exact"
+COMMAND = "calibrate --model model --text fox.txt --tokens 80 --menu window:4+1 --menu exact"
 
 
 def test_the_others_name_it_in_one_line(tmp_path, monkeypatch):

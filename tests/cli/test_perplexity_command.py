@@ -59,7 +59,7 @@ def test_a_misspelt_model_is_not_answered_with_options_that_there_are_not(model,
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for words in (
         f"perplexity tyni {model / 'fox.txt'}",
-        "estimate --model tyni --seq-len 64",
+        "estimate --model tyni --tokens 64",
         f"calibrate --model tyni --text {model / 'fox.txt'}",
     ):
         error = refusal(words)
@@ -101,14 +101,14 @@ def test_rows_beyond_the_positions_are_refused(model, refusal):
     words = ["perplexity", model / "model", model / "dog.txt"]
     remedy = "the model has positions for 100 tokens, and rows have {}: take 100 tokens at most"
     assert f"argument --tokens: {remedy.format(240)}" in refusal(words)
-    assert f"argument --lengths: {remedy.format(128)}" in refusal([*words, "--lengths", "64,128"])
+    assert f"argument --tokens: {remedy.format(128)}" in refusal([*words, "--tokens", "64,128"])
 
 
 def test_options_and_texts_that_cannot_be_used_are_refused(model, refusal):
     words = ["perplexity", model / "model", model / "dog.txt"]
     for options, message in (
-        ("--stride 9", "argument --stride: it needs --lengths, and may be at most the shortest of them"),
-        ("--lengths 8,64 --stride 9", "argument --stride: it needs --lengths, and may be at most the shortest of them"),
+        ("--stride 9", "argument --stride: it needs --tokens, and may be at most the shortest of them"),
+        ("--tokens 8,64 --stride 9", "argument --stride: it needs --tokens, and may be at most the shortest of them"),
         ("--pattern own", "argument --pattern: own: the model's config has no pattern"),
     ):
         assert message in refusal([*words, *options.split()])
@@ -125,12 +125,15 @@ def test_opening_tokens_without_others_are_refused(model, refusal, monkeypatch):
 
 
 def test_lengths_have_rows_of_their_own(model, command):
-    """Over the first --tokens of each text, by default as many as the greatest length."""
+    """Over the first --text-tokens of each text, by default as many as the greatest length."""
     checkpoint, tokenizer = (kind.from_pretrained(model / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
     file, names = str(model / "dog.txt"), ("exact", "window:4+1")
     words = f"perplexity {model / 'model'} {file} --pattern exact --pattern window:4+1"
     patterns = {name: ra.Pattern.parse(name) for name in names}
-    for options, tokens, stride in (("--lengths 16,50", 50, None), ("--lengths 16,50 --stride 10 --tokens 93", 93, 10)):
+    for options, tokens, stride in (
+        ("--tokens 16 50", 50, None),
+        ("--tokens 16,50 --stride 10 --text-tokens 93", 93, 10),
+    ):
         rows = json.loads(command(f"{words} {options} --json"))["rows"]
         texts = {file: tokenized_text((model / "dog.txt").read_text(), tokenizer, tokens)}
         figures = figures_by_length(checkpoint, texts, patterns, [16, 50], stride)
@@ -140,13 +143,13 @@ def test_lengths_have_rows_of_their_own(model, command):
             expected = one.nll, one.tokens, one.bits_per_byte
             assert found[one.length, one.pattern] == pytest.approx(expected, rel=1e-6)
         assert len({row["share_of_exact_flops"] for row in rows}) == 3
-    printed = command(f"{words} --lengths 16,50")
+    printed = command(f"{words} --tokens 16,50")
     assert re.search(r"^ *text +length +pattern", printed, re.MULTILINE) and printed.count("+0.0%") == 2
 
 
 def test_two_processes_write_the_figures_of_one(model, command):
     (model / "program.py").write_text("from hf_ring_attention.cli.main import main\nmain()\n")
-    lengths = ["--lengths", "33,64", "--tokens", "100", "--stride", "20"]
+    lengths = ["--tokens", "33,64", "--text-tokens", "100", "--stride", "20"]
     words = ["perplexity", model / "model", model / "dog.txt", *lengths]
     words = [*map(str, words), "--pattern", "exact", "--pattern", "window:4+1", "--json"]
     alone = json.loads(command(" ".join(words)))

@@ -36,12 +36,14 @@ def count(picture, colour):
 
 
 def test_patterns_as_text(command):
-    printed = command("plot pattern window:512+4 exact --tokens 8k")
+    printed = command("plot pattern --pattern window:512+4 --pattern exact --tokens 8k")
     assert "window:512+4, 8k tokens: one head sees 12.2% of the pairs, 8 heads 12.2%" in printed
     assert "exact, 8k tokens: one head sees 100.0%" in printed and "┃ sinks" in printed
-    printed = command("plot pattern longnet:128/1,all/1 --tokens 256")
+    printed = command("plot pattern --pattern longnet:128/1,all/1 --tokens 256")
     assert "one head sees 100.0% of the pairs" in printed, "pairs of two branches are counted once"
-    share = re.search(r"head 3 sees ([\d.]+)% of the pairs", command("plot pattern pyramid:512,3 --tokens 8k --head 3"))
+    share = re.search(
+        r"head 3 sees ([\d.]+)% of the pairs", command("plot pattern --pattern pyramid:512,3 --tokens 8k --head 3")
+    )
     assert float(share[1]) / 100 == pytest.approx(Pattern.parse("pyramid:512,3").flop_share(8192), rel=0.01)
 
 
@@ -53,7 +55,7 @@ def test_the_patterns_of_a_models_layers(tmp_path, command, refusal):
     )
     ra.patch_config(config, "pyramid:512,3")
     config.save_pretrained(tmp_path)
-    printed = command(f"plot pattern exact --model {tmp_path} --tokens 8k")
+    printed = command(f"plot pattern --pattern exact --model {tmp_path} --tokens 8k")
     names = re.findall(r"^(.*), 8k tokens: one head sees \S+ of the pairs, 6 heads ", printed, re.MULTILINE)
     assert names == ["exact", "window:512, layers 0-1, 3", "pyramid:512,3, layers 2"]
     assert "--heads: --model has it already" in refusal(f"plot pattern --model {tmp_path} --heads 4")
@@ -69,7 +71,7 @@ def test_layouts_as_text(command):
 
 
 def test_a_ring(tmp_path, command, plots):
-    printed = command(f"{RING} --output {tmp_path / 'a.png'}")
+    printed = command(f"{RING} --plot {tmp_path / 'a.png'}")
     assert len(np.unique(pixels(tmp_path / "a.png").reshape(-1, 3), axis=0)) > 20
     assert "exact over 8k tokens, 4 ranks, zigzag, 10 TFLOP/s, 100 Gbit/s: one layer forward" in printed
     milliseconds, computing = re.search(r"^([\d.]+) ms in all: ranks compute for (\d+)% of it", printed, re.M).groups()
@@ -82,13 +84,13 @@ def test_a_ring(tmp_path, command, plots):
 def test_pictures_show_sinks_whatever_the_length(tmp_path, command, plots, monkeypatch):
     monkeypatch.setattr(plots, "SQUARES", 64)
     file = tmp_path / "pattern.png"
-    command(f"plot pattern window:512+4 --tokens 1M --output {file}")
+    command(f"plot pattern --pattern window:512+4 --tokens 1M --plot {file}")
     picture = pixels(file)
     height = max(np.unique(np.argwhere(abs(picture - [25, 211, 243]).max(-1) <= 2)[:, 0], return_counts=True)[1].shape)
     assert count(picture, plots.SINKS) >= height, "a column of them"
     assert height > 300
     assert count(picture, plots.UNSEEN) > 10000 and count(picture, plots.FUTURE) > 10000
-    command(f"plot pattern exact --tokens 1M --output {file}")
+    command(f"plot pattern --pattern exact --tokens 1M --plot {file}")
     assert count(pixels(file), plots.SINKS) == 0
 
 

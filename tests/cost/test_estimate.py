@@ -404,7 +404,7 @@ def ended(words):
 
 
 def test_the_command_answers_in_json(folder, capsys):
-    assert not ended(f"estimate --model {folder} --seq-len 1M --devices 8 --memory 80GB --json")
+    assert not ended(f"estimate --model {folder} --tokens 1M --ranks 8 --memory 80GB --json")
     printed, told = capsys.readouterr()
     figures = json.loads(printed)
     assert not told and figures["peak"] == sum(part["bytes"] for part in figures["parts"] if not part["host"])
@@ -416,7 +416,7 @@ def test_the_command_answers_in_json(folder, capsys):
 def held_by_the_largest_question(folder):
     """Writes the bytes by which a question about a million tokens over 64 devices raises the peak of this process."""
     peaks = []
-    for words in ("", f"estimate --model {folder} --seq-len 1M --devices 64 --json"):
+    for words in ("", f"estimate --model {folder} --tokens 1M --ranks 64 --json"):
         assert not words or not ended(words)
         status = Path("/proc/self/status").read_text()
         peaks.append(1024 * int(re.search(r"VmHWM:\s+(\d+)", status)[1]))
@@ -435,9 +435,9 @@ def test_the_table_says_all_and_the_picture_is_drawn(folder, capsys, saved_figur
     matplotlib = pytest.importorskip("matplotlib")
     monkeypatch.setitem(matplotlib.rcParams, "axes.prop_cycle", matplotlib.cycler(color="rgb"))
     picture = folder / "estimate.png"
-    assert not ended(f"estimate --model {folder} --seq-len 256k --devices 4 --memory 60GB --plot {picture}")
+    assert not ended(f"estimate --model {folder} --tokens 256k --ranks 4 --memory 60GB --plot {picture}")
     text = capsys.readouterr().out
-    for expected in ("peak of a device", "does not fit", "longest sequence", "smallest ring", "set offload:"):
+    for expected in ("peak of a device", "does not fit", "longest sequence", "smallest ring", "with --offload:"):
         assert expected in text
     assert picture.stat().st_size > 20_000
     (axis,) = saved_figures[0].axes

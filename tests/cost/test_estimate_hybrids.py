@@ -85,7 +85,7 @@ def test_rows_that_no_mixer_would_gather_are_refused():
 
 def test_the_command_names_what_is_not_counted(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("nemotron_h").to_dict()))
-    words = f"estimate --model {tmp_path} --seq-len 64k --devices 2 --memory 8GB"
+    words = f"estimate --model {tmp_path} --tokens 64k --ranks 2 --memory 8GB"
     with pytest.raises(SystemExit) as ended:
         cli.main(words.split())
     assert not ended.value.code

@@ -31,12 +31,12 @@ PATIENCE = 3.0
 class CheckRun:
     """One run of all checks on this process, over the store where the processes found each other.
 
-    The options are of the command line: ring_size, model, pattern, and the seconds that a check may take, timeout.
+    The options are of the command line: ranks, model, pattern, and the seconds that a check may take, timeout.
     """
 
     def __init__(self, options: Namespace, store: Any, rank: int, world_size: int) -> None:
         self.options, self.store, self.rank, self.world_size = options, store, rank, world_size
-        self.ring_size = options.ring_size or world_size
+        self.ring_size = options.ranks or world_size
         self.speaker = 0  # the process that prints verdicts: the first one that answers
         self.told_to_end = threading.Event()  # by the launcher
         self.device: Any = None  # set by the check "launch", which makes the process groups
