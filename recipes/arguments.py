@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from bench.timing import count
 
 import hf_ring_attention as ra
 
@@ -42,6 +45,23 @@ def at_least(least: int) -> Callable[[str], int]:
         return int(text)
 
     return number
+
+
+def token_count(least: int) -> Callable[[str], int]:
+    """Returns the type of numbers of tokens from `least` on, such as 4096, 4k or 1M."""
+    return lambda text: at_least(least)(str(count(text)) if re.fullmatch(r"\d+[kKmM]", text) else text)
+
+
+class Tokens(int):
+    """The type of the field of a dataclass, at least 2 tokens."""
+
+    def __new__(cls, value: str | int) -> Tokens:
+        return super().__new__(cls, token_count(2)(str(value)))
+
+
+def comma_list(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Returns the type of values with commas between them."""
+    return lambda text: [kind(part) for part in text.split(",")]
 
 
 def positive(text: str) -> float:

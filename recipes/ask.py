@@ -25,7 +25,17 @@ import documents
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather
-from arguments import DTYPES, PATTERN_HELP, Help, at_least, existing_file, load_pattern, new_file, pattern_source
+from arguments import (
+    DTYPES,
+    PATTERN_HELP,
+    Help,
+    at_least,
+    existing_file,
+    load_pattern,
+    new_file,
+    pattern_source,
+    token_count,
+)
 from tqdm.auto import tqdm
 from transformers import TextStreamer
 
@@ -143,11 +153,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add(
         "--question", nargs="+", default=[QUESTION], help=f"questions, each about the same text (default: {QUESTION!r})"
     )
-    add("--tokens", type=at_least(1), help="first tokens of the text to read (default: all)")
+    add("--tokens", type=token_count(1), help="first tokens of the text to read (default: all)")
     add("--pattern", type=pattern_source, help=f"{PATTERN_HELP} (default: the model's, else exact)")
     add("--answer-tokens", type=at_least(1), default=128, help="most tokens of an answer (default 128)")
     piece = "tokens that one process reads at once; fewer take less memory (default 4096)"
-    add("--at-once", type=at_least(1), default=4096, help=piece)
+    add("--at-once", type=token_count(1), default=4096, help=piece)
     add("--dtype", choices=DTYPES, default="float32", help="type of numbers (default float32)")
     add("--json", type=new_file, help="file for the answers and figures")
     return parser.parse_args(argv)

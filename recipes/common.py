@@ -245,12 +245,12 @@ def ring_size(number: int | None, processes: int) -> int:
         return number
     if processes == 1:
         raise SystemExit(
-            f"one process cannot form a ring of --ring-size {number}: start {number} processes with torchrun, on a CPU with "
+            f"one process cannot form a ring of --ranks {number}: start {number} processes with torchrun, on a CPU with "
             f"ACCELERATE_USE_CPU=true"
         )
     problem = "the size of rings was not given" if number is None else f"they cannot form rings of {number}"
     raise SystemExit(
-        f"{processes} processes were started, and {problem}: --ring-size {processes} is one ring, --ring-size 1 gives each "
+        f"{processes} processes were started, and {problem}: --ranks {processes} is one ring, --ranks 1 gives each "
         f"process rows of its own; possible are {sizes}"
     )
 

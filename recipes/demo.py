@@ -35,7 +35,8 @@ import common
 import documents
 import perplexity
 import torch
-from arguments import at_least, missing_extra, positive
+from arguments import at_least, missing_extra, positive, token_count
+from bench.timing import renamed
 from pictures import plot_losses, plot_quality
 
 import hf_ring_attention as ra
@@ -84,13 +85,13 @@ def command(*words: str, **options: Any) -> None:
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--layer-tokens", type=at_least(1024), default=32768, help="tokens of the row of part 1 (default 32768)")
-    add("--tokens", type=at_least(64), default=2048, help="tokens of the text, in parts 2 to 4 (default 2048)")
+    add("--layer-tokens", type=token_count(1024), default=32768, help="tokens of the row of part 1 (default 32768)")
+    add("--tokens", type=token_count(64), default=2048, help="tokens of the text, in parts 2 to 4 (default 2048)")
     add("--steps", type=at_least(1), default=4, help="steps of fine-tuning (default 4)")
-    add("--seq-len", type=at_least(64), default=256, help="tokens of its rows (default 256)")
+    add("--row-tokens", type=token_count(64), default=256, help="tokens of its rows (default 256)")
     add("--minutes", type=positive, default=3.5, help="calibrate if it may end before so many minutes (default 3.5)")
     add("--output", type=Path, default=Path("demo"), help="folder for figures and pictures (default demo)")
-    args = parser.parse_args(argv)
+    args = parser.parse_args(renamed(parser, argv, seq_len="row-tokens"))
     missing = missing_extra("matplotlib", "rich") or common.obstacle(common.BUNDLED)
     if missing:
         parser.error(f"the demo {missing}")
@@ -145,7 +146,7 @@ class Demo:
         print("perplexity    FLOPs       time  pattern")
         (exact,) = rows = list(perplexity.measure(model, ids, ["exact"]))
         print(perplexity.line(exact), flush=True)
-        words = ("perplexity.py", *self.model_words, "--tokens", str(tokens), "--patterns", "exact")
+        words = ("perplexity.py", *self.model_words, "--tokens", str(tokens), "--pattern", "exact")
         two = run(*words, processes=2)["figures"][0]
         difference = two["perplexity"] / exact["perplexity"] - 1
         print(f"two processes against one: {difference:+.1e}")
@@ -176,7 +177,7 @@ class Demo:
             f"A number is hidden in {length} tokens of noise. The model rates eight numbers; by chance the right one would "
             "be first in 1 of 8. A window of 128 tokens forgets what lies before it.",
         )
-        words = [*self.model_words, "--tasks", "passkey", "--lengths", length, "--patterns", "exact", "window:128+4"]
+        words = [*self.model_words, "--tasks", "passkey", "--tokens", length, "--pattern", "exact", "window:128+4"]
         self.figures["pass_keys"] = run("retrieval.py", *words, "--plot", str(self.args.output / "retrieval.png"))[
             "rows"
         ]
@@ -199,10 +200,10 @@ class Demo:
                 pattern,
                 "--steps",
                 str(steps),
-                "--seq-len",
-                str(self.args.seq_len),
+                "--tokens",
+                str(self.args.row_tokens),
             ]
-            words += ["--held-out", str(2 * self.args.seq_len), "--ring-size", "2", "--output", str(folder)]
+            words += ["--held-out", str(2 * self.args.row_tokens), "--ranks", "2", "--output", str(folder)]
             trained[pattern] = run("finetune.py", *words, processes=2)
         for when in ("before", "after"):
             held_out = {pattern: figures[f"perplexity_{when}"] for pattern, figures in trained.items()}

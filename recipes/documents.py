@@ -19,7 +19,7 @@ from typing import Any
 import datasets
 import torch
 from accelerate import PartialState
-from arguments import at_least, check, existing_file, plural
+from arguments import Tokens, at_least, check, existing_file, plural
 from datasets import Dataset, IterableDataset
 from tokens import columns_to_learn, tokenize
 from torch.nn.utils.rnn import pad_sequence
@@ -32,13 +32,14 @@ LONG = ("split", "truncate", "drop", "raise")
 # ruff: noqa: RUF009 -- an HfArg is a field.
 #: The ends of the names of texts, each a document.
 TEXTS = (".txt", ".md")
+TEXT_HELP = "text files; default: topics of Python 3.11's manual"
 
 
 @dataclass
 class Texts:
     """The origin of documents. The recipes have an option for each field."""
 
-    text: list[str] | None = HfArg(default=None, help="text files; default: topics of Python 3.11's manual")
+    text: list[str] | None = HfArg(default=None, help=TEXT_HELP, metadata={"action": "extend"})
     dataset: str | None = HfArg(default=None, help="a data set's hub id, folder, or .jsonl, .csv, .parquet")
     config: str | None = HfArg(default=None, help="the data set's configuration, if it has several")
     split: str = HfArg(default="train", help="the data set's split; 'train[:1%%]' is its beginning")
@@ -51,7 +52,7 @@ class Sources(Texts):
 
     streaming: bool = HfArg(default=False, help="read the data set during training, and not before")
     buffer: int = HfArg(default=1000, help="documents that are packed, or of a stream shuffled, together")
-    seq_len: int = HfArg(default=1024, help="tokens of a row")
+    tokens: Tokens = HfArg(default=1024, help="tokens of a row, such as 4096, 4k or 1M")
     long_documents: str = HfArg(default="split", help="documents longer than a row", metadata={"choices": LONG})
     held_out: int = HfArg(default=0, help="first tokens of the data, kept for evaluation")
 
@@ -68,7 +69,7 @@ def check_arguments(parser: argparse.ArgumentParser, args: Any) -> None:
     for name in ("config", "columns", "streaming"):
         if getattr(args, name, None) and args.dataset is None:
             parser.error(f"argument --{name}: it is about a data set: name one with --dataset")
-    for name, least in (("seq_len", 2), ("buffer", 1), ("held_out", 0)):
+    for name, least in (("buffer", 1), ("held_out", 0)):
         check(parser, f"--{name.replace('_', '-')}", at_least(least), getattr(args, name, least))
     if getattr(args, "held_out", 0) == 1:
         parser.error("argument --held-out: the first token of a text is not predicted: take 0, or 2 and more")
@@ -240,7 +241,7 @@ def hold_out(
 def pack(documents: Dataset | IterableDataset, sources: Sources) -> Dataset | IterableDataset:
     """Returns rows of `seq_len` tokens; none of their documents sees another."""
     options = {"buffer": sources.buffer, "excess_length_strategy": sources.long_documents}
-    return ra.pack_documents(documents, sources.seq_len, **options)
+    return ra.pack_documents(documents, sources.tokens, **options)
 
 
 def describe(rows: Dataset | IterableDataset, sources: Sources, needed: int = 1) -> str:
@@ -249,21 +250,21 @@ def describe(rows: Dataset | IterableDataset, sources: Sources, needed: int = 1)
         found = sum(1 for _ in itertools.islice(rows, needed))
         if found < needed:
             raise SystemExit(
-                f"the stream has {found} row(s) of {sources.seq_len} tokens, and {needed} or more are needed"
+                f"the stream has {found} row(s) of {sources.tokens} tokens, and {needed} or more are needed"
             )
-        return f"a stream of documents, packed into rows of {sources.seq_len} by {sources.buffer}"
+        return f"a stream of documents, packed into rows of {sources.tokens} by {sources.buffer}"
     tokens = pieces = 0
     for batch in rows.with_format("numpy", columns=["attention_mask", "position_ids"]).iter(batch_size=100):
         tokens += int(batch["attention_mask"].sum())
         pieces += int(((batch["position_ids"] == 0) & (batch["attention_mask"] == 1)).sum())
     if len(rows) < needed:
         raise SystemExit(
-            f"the data have {tokens} tokens to train on, in {plural(len(rows), 'row')} of {sources.seq_len}, and {needed} or "
-            f"more rows are needed: about {needed} * {sources.seq_len} = {needed * sources.seq_len} tokens"
+            f"the data have {tokens} tokens to train on, in {plural(len(rows), 'row')} of {sources.tokens}, and {needed} or "
+            f"more rows are needed: about {needed} * {sources.tokens} = {needed * sources.tokens} tokens"
         )
-    full = f"{tokens / (len(rows) * sources.seq_len):.1%} full"
+    full = f"{tokens / (len(rows) * sources.tokens):.1%} full"
     documents = f"{plural(pieces, 'document')}{' and parts of documents' if sources.long_documents == 'split' else ''}"
-    return f"{tokens} tokens in {plural(len(rows), 'row')} of {sources.seq_len}, {full}: {documents}"
+    return f"{tokens} tokens in {plural(len(rows), 'row')} of {sources.tokens}, {full}: {documents}"
 
 
 def digest(documents: Dataset | IterableDataset) -> str:

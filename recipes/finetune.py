@@ -1,11 +1,11 @@
-"""Fine-tunes a causal language model on long documents with Accelerate, each row shared by a ring of --ring-size processes.
+"""Fine-tunes a causal language model on long documents with Accelerate, each row shared by a ring of --ranks processes.
 
-One device:     python recipes/finetune.py --seq-len 2048
-Many devices:   accelerate launch --num_processes 8 recipes/finetune.py --model ID --text FILE --ring-size 4 --seq-len 131072
-With torchrun:  torchrun --nproc-per-node 8 recipes/finetune.py --model ID --dataset ID --split train --ring-size 8
-Small CPU:      ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 recipes/finetune.py --ring-size 2
+One device:     python recipes/finetune.py --tokens 2048
+Many devices:   accelerate launch --num_processes 8 recipes/finetune.py --model ID --text FILE --ranks 4 --tokens 131072
+With torchrun:  torchrun --nproc-per-node 8 recipes/finetune.py --model ID --dataset ID --split train --ranks 8
+Small CPU:      ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 recipes/finetune.py --ranks 2
 
-With 8 processes and --ring-size 4, two rings read different sequences. The folder recipes/accelerate has files for
+With 8 processes and --ranks 4, two rings read different sequences. The folder recipes/accelerate has files for
 --config_file of `accelerate launch`, with DDP, FSDP 2 or ZeRO-3.
 """
 
@@ -30,6 +30,7 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import GradientAccumulationPlugin, LoggerType, broadcast_object_list, set_seed
 from arguments import PATTERN_HELP, Help, at_least, check_extra, load_pattern, new_file, pattern_source, positive
 from batches import Batches
+from bench.timing import renamed
 from torch.autograd.graph import save_on_cpu
 from torch.utils.data import DataLoader, DistributedSampler
 from tqdm.auto import tqdm
@@ -41,7 +42,7 @@ import hf_ring_attention as ra
 SCHEDULES = "linear cosine cosine_with_restarts polynomial inverse_sqrt constant_with_warmup constant".split()
 TRACKERS = sorted({*LoggerType.list()} - {"all"})
 #: The options that a run must not change when it goes on.
-KEPT = "seq_len buffer long_documents held_out batch_size accumulate lora schedule warmup clip lr seed".split()
+KEPT = "tokens buffer long_documents held_out batch_size accumulate lora schedule warmup clip lr seed".split()
 
 
 def parse_args(argv=None) -> argparse.Namespace:
@@ -51,7 +52,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     common.add_model(parser)
     parser.add_argument("--pattern", type=pattern_source, default="exact", help=f"{PATTERN_HELP} (default exact)")
     shared = "processes that share a row: all of them for one ring, 1 for rows of their own; several processes need it"
-    parser.add_argument("--ring-size", type=at_least(1), help=shared)
+    parser.add_argument("--ranks", type=at_least(1), help=shared)
     common.add_ring(parser)
 
     add = parser.add_argument_group("training").add_argument
@@ -82,7 +83,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--output", type=Path, default=Path("runs/finetune"), help=folder)
     add("--report-to", nargs="+", choices=TRACKERS, default=[], metavar="TRACKER", help=", ".join(TRACKERS))
     add("--json", type=new_file, help="file for the figures")
-    args = parser.parse_args(argv)
+    args = parser.parse_args(renamed(parser, argv, seq_len="tokens", ring_size="ranks"))
     documents.check_arguments(parser, args)
     check_args(parser, args)
     return args
@@ -127,7 +128,7 @@ def main() -> None:
             gradient_clipping=args.clip,
         )
     cp_size = getattr(accelerator.parallelism_config, "cp_size", 1)  # Accelerate's own option may give the size, too.
-    given = cp_size if args.ring_size is None and cp_size > 1 else args.ring_size
+    given = cp_size if args.ranks is None and cp_size > 1 else args.ranks
     size = common.ring_size(given, accelerator.num_processes)
     ways = {"layout": args.ring_layout, "transport": args.ring_transport, "heads": args.ring_heads}
     ring = ra.Ring.from_accelerator(accelerator, size, **ways)

@@ -1,9 +1,9 @@
-"""Fine-tunes a causal language model on long documents with Transformers' Trainer, over rings of --ring_size processes.
+"""Fine-tunes a causal language model on long documents with Transformers' Trainer, over rings of --ranks processes.
 
-One device:     python recipes/finetune_trainer.py --seq_len 2048
-Many devices:   accelerate launch --num_processes 8 recipes/finetune_trainer.py --model ID --text FILE --ring_size 4
-With torchrun:  torchrun --nproc-per-node 8 recipes/finetune_trainer.py --model ID --dataset ID --ring_size 8
-Small CPU:      ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 recipes/finetune_trainer.py --ring_size 2
+One device:     python recipes/finetune_trainer.py --tokens 2048
+Many devices:   accelerate launch --num_processes 8 recipes/finetune_trainer.py --model ID --text FILE --ranks 4
+With torchrun:  torchrun --nproc-per-node 8 recipes/finetune_trainer.py --model ID --dataset ID --ranks 8
+Small CPU:      ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 recipes/finetune_trainer.py --ranks 2
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import common
 import documents
 from accelerate.utils import broadcast_object_list
 from arguments import PATTERN_HELP, Help, at_least, check, check_extra, load_pattern, pattern_source, positive
+from bench.timing import renamed
 from transformers import HfArgumentParser, default_data_collator
 from transformers.hf_argparser import HfArg
 
@@ -36,6 +37,7 @@ class Arguments(documents.Sources):
 class TrainingArguments(ra.RingTrainingArguments):
     """RingTrainingArguments with the defaults of a short run."""
 
+    ring_size: int | None = HfArg(default=None, aliases="--ranks", help="processes that share each row")
     output_dir: str = field(default="runs/finetune_trainer")
     max_steps: int = field(default=20)
     per_device_train_batch_size: int = field(default=1)
@@ -52,16 +54,17 @@ def parse_args(argv=None) -> tuple[Arguments, TrainingArguments]:
     parser = HfArgumentParser(
         (Arguments, TrainingArguments),
         description=__doc__,
-        usage="%(prog)s [--model ID] [--text FILE] [--pattern PATTERN] [--ring_size N] [--seq_len N] ...; see --help",
+        usage="%(prog)s [--model ID] [--text FILE] [--pattern PATTERN] [--ranks N] [--tokens N] ...; see --help",
         formatter_class=Help,
     )
-    args, training = parser.parse_args_into_dataclasses(argv)
+    words = renamed(parser, argv, seq_len="tokens", ring_size="ranks")
+    args, training = parser.parse_args_into_dataclasses(words)
     check(parser, "--model", common.model_source, args.model)
     check(parser, "--pattern", pattern_source, args.pattern)
     documents.check_arguments(parser, args)
     check(parser, "--lora", at_least(0), args.lora)
     if training.ring_size is not None:
-        check(parser, "--ring_size", at_least(1), training.ring_size)
+        check(parser, "--ranks", at_least(1), training.ring_size)
     check(parser, "--learning_rate", positive, training.learning_rate)
     for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
         check(parser, f"--{name}", at_least(1), getattr(training, name))

@@ -17,7 +17,7 @@ import time
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from arguments import at_least, new_file, pattern_source
+from arguments import at_least, new_file, pattern_source, token_count
 from bench.timing import held_memory, reset_peak, return_memory_at_once
 
 import hf_ring_attention as ra
@@ -49,7 +49,7 @@ def measure(name: str, ring: ra.Ring, tokens: int, args: argparse.Namespace, dev
 def parse_args(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--tokens", type=at_least(2), default=32768, help="tokens of the row (default 32768)")
+    add("--tokens", type=token_count(2), default=32768, help="tokens of the row (default 32768)")
     add("--pattern", type=pattern_source, default="window:512+4", help="beside exact (default window:512+4)")
     add("--heads", type=at_least(1), default=2, help="query heads (default 2)")
     add("--kv-heads", type=at_least(1), default=1, help="key/value heads (default 1)")

@@ -2,8 +2,8 @@
 
 One device:    python recipes/perplexity.py --tokens 4096
 Many devices:  torchrun --nproc-per-node 8 recipes/perplexity.py --model ID --text FILE --tokens 131072
-A data set:    python recipes/perplexity.py --model ID --dataset ID --split test --patterns exact window:512+4
-A picture:     python recipes/perplexity.py --patterns exact window:512+4 pyramid:512,3 window:128+4 --plot quality.png
+A data set:    python recipes/perplexity.py --model ID --dataset ID --split test --pattern exact window:512+4
+A picture:     python recipes/perplexity.py --pattern exact window:512+4 pyramid:512,3 window:128+4 --plot quality.png
 Small CPU:     ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 recipes/perplexity.py --tokens 2048
 
 `accelerate launch` works as well as torchrun. Without --model and --text, the recipe reads the model and the text of the
@@ -20,7 +20,8 @@ import common
 import documents
 import torch
 from accelerate import Accelerator
-from arguments import DTYPES, PATTERN_HELP, Help, at_least, check_extra, load_pattern, new_file, pattern_source
+from arguments import DTYPES, PATTERN_HELP, Help, check_extra, load_pattern, new_file, pattern_source, token_count
+from bench.timing import Several, renamed
 from pictures import plot_quality
 from transformers import HfArgumentParser
 
@@ -59,13 +60,13 @@ def parse_args(argv=None) -> argparse.Namespace:
     parser = HfArgumentParser(documents.Texts, description=__doc__, formatter_class=Help)
     common.add_model(parser)
     add = parser.add_argument
-    add("--tokens", type=at_least(2), default=4096, help="first tokens of the text to read (default 4096)")
+    add("--tokens", type=token_count(2), default=4096, help="first tokens of the text to read (default 4096)")
     patterns = f"{PATTERN_HELP} (default {' '.join(PATTERNS)})"
-    add("--patterns", type=pattern_source, nargs="+", default=PATTERNS, help=patterns)
+    add("--pattern", dest="patterns", type=pattern_source, nargs="+", action=Several, default=PATTERNS, help=patterns)
     add("--dtype", choices=DTYPES, default="float32", help="type of numbers (default float32)")
     add("--json", type=new_file, help="file for the figures, with the loss of every token")
     add("--plot", type=new_file, help="file for a picture of perplexity against attention FLOPs")
-    args = parser.parse_args(argv)
+    args = parser.parse_args(renamed(parser, argv, patterns="pattern"))
     documents.check_arguments(parser, args)
     check_extra(parser, "--plot", args.plot, "matplotlib")
     return args

@@ -1,9 +1,9 @@
 """Pass keys and needles: which hidden numbers a model still finds under attention patterns, by likelihood.
 
-One device:    python recipes/retrieval.py --lengths 1024 2048
-Many devices:  torchrun --nproc-per-node 8 recipes/retrieval.py --model ID --text FILE --lengths 32768 131072
-A picture:     python recipes/retrieval.py --patterns exact window:512+4 calibration.json --plot retrieval.png
-Small CPU:     ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 recipes/retrieval.py --lengths 1024
+One device:    python recipes/retrieval.py --tokens 1k,2k
+Many devices:  torchrun --nproc-per-node 8 recipes/retrieval.py --model ID --text FILE --tokens 32k,128k
+A picture:     python recipes/retrieval.py --pattern exact window:512+4 calibration.json --plot retrieval.png
+Small CPU:     ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 recipes/retrieval.py --tokens 1k
 
 A pass key is a number in repeated noise (arXiv 2305.16300); a needle is the secret number of two words, in sentences of a text.
 It stands at a depth from 0, the beginning of the prompt, to 1. The prompt ends with the beginning of the answer, and the model
@@ -29,7 +29,19 @@ import documents
 import numpy as np
 import torch
 from accelerate import Accelerator
-from arguments import DTYPES, PATTERN_HELP, at_least, check_extra, existing_file, load_pattern, new_file, pattern_source
+from arguments import (
+    DTYPES,
+    PATTERN_HELP,
+    at_least,
+    check_extra,
+    comma_list,
+    existing_file,
+    load_pattern,
+    new_file,
+    pattern_source,
+    token_count,
+)
+from bench.timing import Several, renamed
 
 import hf_ring_attention as ra
 
@@ -75,7 +87,7 @@ class Writer:
         candidates = [self.continuation(behind, tail, number) for number in numbers]
         room = length - len(head) - len(middle) - len(tail) - max(map(len, candidates))
         if room < 0:
-            raise SystemExit(f"--lengths {length}: a question of {task} takes {length - room} tokens without its hay")
+            raise SystemExit(f"--tokens {length}: a question of {task} takes {length - room} tokens without its hay")
         units, hay, ends = self.hay[task], [], []
         start = rng.randrange(len(units))
         while len(hay) < room:
@@ -176,12 +188,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     common.add_model(parser)
     add, text = parser.add_argument, "text files for needles; default: the topics of Python 3.11's manual"
-    add("--text", type=existing_file, nargs="+", metavar="FILE", help=text)
+    add("--text", type=existing_file, nargs="+", action="extend", metavar="FILE", help=text)
     patterns = f"{PATTERN_HELP} (default {' '.join(PATTERNS)})"
-    add("--patterns", type=pattern_source, nargs="+", default=PATTERNS, help=patterns)
+    add("--pattern", dest="patterns", type=pattern_source, nargs="+", action=Several, default=PATTERNS, help=patterns)
     add("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="default: both")
-    lengths = "tokens of prompts with their answers (default 1024 2048)"
-    add("--lengths", type=at_least(1), nargs="+", default=[1024, 2048], help=lengths)
+    several = {"nargs": "+", "action": Several, "metavar": "N"}
+    lengths = "tokens of prompts with their answers (default 1k 2k)"
+    add("--tokens", dest="lengths", type=comma_list(token_count(1)), **several, default=[1024, 2048], help=lengths)
     add("--depths", type=float, nargs="+", default=[0.0, 0.5, 1.0], help="places of the number (default 0 0.5 1)")
     samples = "questions of each task, length and depth (default 1)"
     add("--samples", type=at_least(1), default=1, help=samples)
@@ -189,7 +202,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--dtype", choices=DTYPES, default="float32", help="type of numbers (default float32)")
     add("--json", type=new_file, help="file for the figures of every question")
     add("--plot", type=new_file, help="file for a picture: probability by depth and length")
-    args = parser.parse_args(argv)
+    args = parser.parse_args(renamed(parser, argv, patterns="pattern", lengths="tokens"))
     args.patterns = {name: load_pattern(name) for name in args.patterns}
     for name in ("tasks", "lengths", "depths"):
         setattr(args, name, list(dict.fromkeys(getattr(args, name))))

@@ -2,7 +2,7 @@
 
 A small CPU:        OMP_NUM_THREADS=1 python recipes/bench/decoding.py
 As in the figures:  OMP_NUM_THREADS=1 python recipes/bench/decoding.py --tokens 2k 4k 8k 32k \\
-                        --patterns exact window:512+4 calibrated/calibration.json --plot decoding.png
+                        --pattern exact window:512+4 calibrated/calibration.json --plot decoding.png
 A GPU:              python recipes/bench/decoding.py --tokens 16k 128k --dtype bfloat16
 
 The model has random weights and, unless other sizes are given, the shape of SmolLM2-135M. Each pattern has read a random text

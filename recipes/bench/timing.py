@@ -1,4 +1,4 @@
-"""What the benchmarks share: inputs, processes, calls in alternating order, peaks of memory, and tables of 80 columns."""
+"""What the benchmarks share: options, inputs, processes, calls in alternating order, peaks of memory, tables of 80 columns."""
 
 from __future__ import annotations
 
@@ -32,8 +32,32 @@ PRELOADED = ["torch.distributed.fsdp", "transformers.models.llama.modeling_llama
 
 
 def count(text: str) -> int:
-    """Reads a number of tokens such as 4096 or 4k."""
-    return int(text[:-1]) * 1024 if text.endswith("k") else int(text)
+    """Reads a number of tokens such as 4096, 4k or 1M."""
+    size = {"k": 1024, "m": 1024**2}.get(text[-1:].lower(), 1)
+    return int(text if size == 1 else text[:-1]) * size
+
+
+class Several(argparse.Action):
+    """Collects the values of an option that may be repeated, in place of its default; a value may be a list."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        before = getattr(namespace, self.dest)
+        new = [x for value in values for x in (value if isinstance(value, list) else [value])]
+        setattr(namespace, self.dest, new if before is self.default else [*before, *new])
+
+
+def renamed(parser: argparse.ArgumentParser, words: Sequence[str] | None, **names: str) -> list[str]:
+    """Returns the words of a command line with new names of options; the first process prints the names that it replaces.
+
+    Args:
+        names: the new name of each old one; an old name may also have "-" for "_".
+    """
+    parts = [word.partition("=") for word in (sys.argv[1:] if words is None else words)]
+    news = {f"--{old.replace('_', sign)}": f"--{new}" for old, new in names.items() for sign in "_-"}
+    found = dict.fromkeys(name for name, *_ in parts if name in news)
+    if found and os.environ.get("RANK", "0") == "0":
+        print(f"{parser.prog}:", ", ".join(f"{name} is now {news[name]}" for name in found), file=sys.stderr)
+    return ["".join((news.get(name, name), *value)) for name, *value in parts]
 
 
 @dataclass(frozen=True)
@@ -76,12 +100,15 @@ def options(program: str, words: Sequence[str] | None, **defaults: Any) -> tuple
     parser = argparse.ArgumentParser(description=program, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {"heads": 8, "kv_heads": 0, "head_dim": 64, "dtype": "float32", **defaults}.items():
         first = default[0] if isinstance(default, list) else default
-        how: dict[str, Any] = {"type": str if name in ("dtype", "patterns", "parts", "plot") else count}
-        how |= {"nargs": "+"} if isinstance(default, list) else {}
+        several = isinstance(default, list)
+        number = (lambda text: [count(part) for part in text.split(",")]) if several else count
+        how: dict[str, Any] = {"type": str if name in ("dtype", "patterns", "parts", "plot") else number}
+        how |= {"nargs": "+", "action": Several} if several else {}
         how = {"action": "store_true"} if first is False else {**how, "default": default, "help": f"default: {default}"}
-        parser.add_argument(f"--{name.replace('_', '-')}", **how)
+        option = "--pattern" if name == "patterns" else f"--{name.replace('_', '-')}"
+        parser.add_argument(option, dest=name, **how)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    args = parser.parse_args(words)
+    args = parser.parse_args(renamed(parser, words, patterns="pattern"))
     machine = torch.cuda.get_device_name() if args.device == "cuda" else f"{os.cpu_count()} cores, {platform.machine()}"
     print(f"{machine}, torch {torch.__version__}, {args.dtype}, {args.heads} heads x {args.head_dim}\n")
     return args, Shape(args.heads, args.kv_heads or args.heads, args.head_dim, args.dtype, args.device)

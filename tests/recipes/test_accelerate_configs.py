@@ -26,7 +26,7 @@ EXPECTED = {
 
 def validated(name, *options):
     """What `accelerate launch --config_file NAME` would launch, once it has checked it; no GPU is looked for."""
-    command = ["--config_file", str(FOLDER / name), *options, "script.py", "--ring-size", "8"]
+    command = ["--config_file", str(FOLDER / name), *options, "script.py", "--ranks", "8"]
     return _validate_launch_command(launch_command_parser().parse_args(command))[0]
 
 
@@ -43,7 +43,7 @@ def test_launch_accepts_the_file(name):
     assert (args.num_processes, args.num_machines, args.machine_rank) == (processes, machines, 0)
     assert args.mixed_precision == precision
     assert args.use_cpu is (name == "cpu-2.yaml")
-    # Rings shard the sequences; --ring-size says over how many processes.
+    # Rings shard the sequences; --ranks says over how many processes.
     assert not args.use_parallelism_config and args.parallelism_config_cp_size == 1
     options = vars(launch_command_parser().parse_args(["script.py"]))
     for key, value in {**config.fsdp_config, **config.deepspeed_config}.items():

@@ -38,7 +38,7 @@ def read(line):
 
 
 def test_speed(tables):
-    (rows,) = tables("speed", "--tokens", "256", *ONCE, "--patterns", "window:64+4", "exact", "--no-flex")
+    (rows,) = tables("speed", "--tokens", "256", *ONCE, "--pattern", "window:64+4", "exact", "--no-flex")
     (_, sdpa, *ones), *ours = rows
     assert ones[1:3] == [1, 1] and len(ours) == 2
     for name, forward, both, forward_faster, faster, flops, of_floor in ours:
@@ -51,7 +51,7 @@ def test_speed(tables):
 
 
 def test_ideal(tables):
-    (rows,) = tables("ideal", "--tokens", "256", *ONCE, "--patterns", "exact", "window:64")
+    (rows,) = tables("ideal", "--tokens", "256", *ONCE, "--pattern", "exact", "window:64")
     assert [row[0] for row in rows] == ["exact", "window:64"]
     for _, ring, ideal, forward, both, floor in rows:
         assert min(ring, ideal, forward, both, floor) > 0
@@ -59,7 +59,7 @@ def test_ideal(tables):
 
 
 def test_decoding(tables, tmp_path):
-    words = "--tokens 128 256 --layers 2 --kv-heads 1 --steps 2 --patterns exact window:32+4 --plot".split()
+    words = "--tokens 128 256 --layers 2 --kv-heads 1 --steps 2 --pattern exact window:32+4 --plot".split()
     for tokens, rows in zip((128, 256), tables("decoding", *words, str(tmp_path / "a.png"), *ONCE), strict=True):
         assert [row[0] for row in rows] == ["sdpa, whole cache", "exact", "window:32+4"]
         row_mib = 2 * 2 * 16 * 4 / 2**20  # 2 layers, keys and values of a head of 16 numbers
@@ -72,7 +72,7 @@ def test_decoding(tables, tmp_path):
 
 
 def test_memory(tables):
-    words = "--tokens 2k --rank-tokens 512 --ranks 1 2 --step-tokens 256 --patterns exact"
+    words = "--tokens 2k --rank-tokens 512 --ranks 1 2 --step-tokens 256 --pattern exact"
     attention, rings, steps = tables("memory", *words.split())
     assert [row[0] for row in attention] == ["sdpa", "exact"]
     for _, mib, share in attention:
@@ -85,7 +85,7 @@ def test_memory(tables):
 
 
 def test_peers(tables):
-    words = ["--tokens", "256", "--ring-tokens", "256", "--sizes", "1", "2", "--patterns", "exact", "window:64"]
+    words = ["--tokens", "256", "--ring-tokens", "256", "--sizes", "1", "2", "--pattern", "exact", "window:64"]
     ways, delays, rates = tables("peers", *words, *ONCE)
     assert len(ways) == 4 and all(min(row[1:6]) > 0 for row in ways)
     assert [row[2] > 1 for row in ways] == [False, True] * 2, "rows of one document, and packed ones"
@@ -99,7 +99,7 @@ def test_peers(tables):
 
 
 def test_systems(tables):
-    words = "--tokens 128 --checkpointed-tokens 256 --patterns window:64 --parts systems checkpointing".split()
+    words = "--tokens 128 --checkpointed-tokens 256 --pattern window:64 --parts systems checkpointing".split()
     rows, checkpointed = tables("systems", *words, *ONCE)
     (_, seconds, tokens, one, _), plain, *others = rows
     assert tokens == pytest.approx(128 / seconds, rel=0.02) and one == 1
@@ -117,7 +117,7 @@ def test_systems(tables):
 
 def test_operations(tables):
     (rows,) = tables(
-        "operations", "--tokens", "256", "--ranks", "2", "--repeats", "2", "--patterns", "exact", "window:64"
+        "operations", "--tokens", "256", "--ranks", "2", "--repeats", "2", "--pattern", "exact", "window:64"
     )
     assert [row[0] for row in rows[::3]] == ["exact", "window:64"] and len(rows) == 6
     for _, forward, backward, *milliseconds in rows:

@@ -34,7 +34,7 @@ def shown(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HF_RING_ATTENTION_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(demo, "run", recipe)
     monkeypatch.setattr(demo, "command", command)
-    sizes = ["--layer-tokens", "4096", "--steps", "1", "--seq-len", "128", "--minutes", "99"]
+    sizes = ["--layer-tokens", "4096", "--steps", "1", "--row-tokens", "128", "--minutes", "99"]
     monkeypatch.setattr("sys.argv", ["demo.py", *sizes, "--output", str(tmp_path / "demo")])
     demo.main()
     return capsys.readouterr().out.splitlines()

@@ -195,7 +195,7 @@ def lengths_of(row):
 @pytest.mark.parametrize("streaming", [False, True])
 def test_rows_are_packed_and_their_fill_is_told(streaming, tokenizer, tmp_path):
     file = write_rows(tmp_path / "rows.jsonl", [{"text": "x" * length} for length in (30, 59, 19, 9, 39, 130)])
-    sources = Sources(dataset=file, streaming=streaming, seq_len=60, held_out=31)
+    sources = Sources(dataset=file, streaming=streaming, tokens=60, held_out=31)
     data = documents.prepare(sources, tokenizer, needed=5)
     if streaming:
         assert data.description == "a stream of documents, packed into rows of 60 by 1000"
@@ -221,7 +221,7 @@ def test_other_data_have_another_digest():
 
 
 def too_few_rows(streaming):
-    sources = Sources(seq_len=4)
+    sources = Sources(tokens=4)
     rows = documents.pack(tokens_of(10), sources)
     return documents.describe(rows.to_iterable_dataset() if streaming else rows, sources, needed=5)
 

@@ -66,7 +66,7 @@ def test_a_second_ctrl_c_ends_at_once(folder, tmp_path, monkeypatch):
     assert checkpoints.checkpoints(tmp_path) == []
 
 
-TRAINER = {"--seq-len": "--seq_len", "--steps": "--max_steps", "--lr": "--learning_rate", "--output": "--output_dir"}
+TRAINER = {"--steps": "--max_steps", "--lr": "--learning_rate", "--output": "--output_dir"}
 TRAINER |= {"--schedule": "--lr_scheduler_type"}
 
 

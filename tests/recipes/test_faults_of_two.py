@@ -32,7 +32,7 @@ def two(folder, output, fault, *more):
     output.mkdir(exist_ok=True)
     path = os.pathsep.join(map(str, (RECIPES, RECIPES.parent)))
     options = {"processes": 2, "environment": {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}, "timeout": TIMEOUT}
-    return run_program(__file__, fault, *words(folder, output, "--ring-size", "2", *more), **options)
+    return run_program(__file__, fault, *words(folder, output, "--ranks", "2", *more), **options)
 
 
 def test_a_loss_that_is_not_finite_ends_both(folder, tmp_path):
@@ -74,7 +74,7 @@ def test_a_signal_to_one_ends_both_and_they_go_on(folder, tmp_path):
 def test_torchrun_passes_a_signal_on_and_leaves_no_process(folder, tmp_path):
     """To the launcher alone, as a cluster sends it: both processes save, and none is left."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(RECIPES / "finetune.py"), *words(folder, tmp_path, "--ring-size", "2", "--save-every", "2")]
+    command += [str(RECIPES / "finetune.py"), *words(folder, tmp_path, "--ranks", "2", "--save-every", "2")]
     command[command.index("--steps") + 1] = "10000"
     environment, left = {**os.environ, **ENVIRONMENT}, []
     with (

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 #: The recipe, its arguments, and its error.
 REFUSED = [
-    ("finetune", "--seq-len 1", "--seq-len: a whole number of at least 2 was expected, got 1"),
+    ("finetune", "--tokens 1", "--tokens: a whole number of at least 2 was expected, got 1"),
     ("finetune", "--ring-transport mail", "--ring-transport: invalid choice: 'mail'"),
     ("finetune", "--lr nan", "--lr: a number above 0 was expected, got 'nan'"),
     ("finetune", "--warmup 5 --steps 5", "--warmup: the learning rate would rise for 5 of 5 steps and never be --lr"),
@@ -36,14 +36,14 @@ REFUSED = [
     ("finetune", "--model {file}", "--model: there is no folder '{file}'"),
     ("finetune", "--model {empty}", "--model: the folder '{empty}' holds no model: there is no config.json in it"),
     ("perplexity", "--columns text", "--columns: it is about a data set: name one with --dataset"),
-    ("perplexity", "--patterns exact longnet:100/3", "multiple of dilation"),
+    ("perplexity", "--pattern exact longnet:100/3", "multiple of dilation"),
     ("retrieval", "--depths 1.5", "--depths: numbers from 0, the beginning, to 1 were expected, got [1.5]"),
-    ("retrieval", "--patterns windw:3", "--patterns: pattern 'windw:3'"),
+    ("retrieval", "--pattern windw:3", "--pattern: pattern 'windw:3'"),
     ("retrieval", "--plot none/a.png", "--plot: there is no folder 'none'"),
     ("ask", "--pattern windw:3", "--pattern: pattern 'windw:3'"),
     ("ask", "--text nofile.txt", "--text: there is no file 'nofile.txt'"),
     ("ask", "--answer-tokens 0", "--answer-tokens: a whole number of at least 1 was expected, got 0"),
-    ("demo", "--seq-len 63", "--seq-len: a whole number of at least 64 was expected, got 63"),
+    ("demo", "--row-tokens 63", "--row-tokens: a whole number of at least 64 was expected, got 63"),
     ("layer", "--heads 3 --kv-heads 2", "--heads: 3 does not divide by the 2 of --kv-heads"),
     ("finetune_trainer", "--max_steps 0", "--max_steps: 1 or more was expected, or -1 for --num_train_epochs, got 0"),
     ("finetune_trainer", "--learning_rate 0", "--learning_rate: a number above 0 was expected, got '0.0'"),
@@ -71,11 +71,57 @@ def test_bad_arguments_are_refused_while_they_are_read(recipe, words, message, p
     assert message.format(**places) in capsys.readouterr().err
 
 
+#: A recipe, its options by old names and by new ones, and what the first process prints.
+RENAMED = [
+    (
+        "finetune",
+        "--seq-len 2048 --ring-size=2",
+        "--tokens 2k --ranks 2",
+        "--seq-len is now --tokens, --ring-size is now",
+    ),
+    (
+        "finetune_trainer",
+        "--seq_len 4096 --ring_size 2",
+        "--tokens 4k --ranks 2",
+        "--seq_len is now --tokens, --ring_size",
+    ),
+    ("perplexity", "--patterns exact window:9", "--pattern exact --pattern window:9", "--patterns is now --pattern"),
+    ("retrieval", "--lengths 1024 2048 4096", "--tokens 1k,2k 4k", "--lengths is now --tokens"),
+    ("demo", "--seq-len 128", "--row-tokens 128", "--seq-len is now --row-tokens"),
+]
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize(("recipe", "old", "new", "told"), RENAMED)
+def test_old_names_work_and_the_first_process_prints_the_new_ones(recipe, old, new, told, rank, capsys, monkeypatch):
+    monkeypatch.setattr(common, "obstacle", lambda *_: None)
+    monkeypatch.setenv("RANK", rank)
+    found = []
+    for words in (old, new):
+        words += " --use_cpu true" * (recipe == "finetune_trainer")
+        args = importlib.import_module(recipe).parse_args(words.split())
+        args, training = args if recipe == "finetune_trainer" else (args, None)
+        found.append((vars(args), getattr(training, "ring_size", None)))
+        if words.startswith(old):
+            printed = capsys.readouterr().err
+            assert printed.count("is now") == rank.count("0") * old.count("--") and (told in printed) == (rank == "0")
+    assert found[0] == found[1] and "is now" not in capsys.readouterr().err
+
+
+def test_texts_and_patterns_of_repeated_options_are_kept(places, monkeypatch):
+    monkeypatch.setattr(common, "obstacle", lambda *_: None)
+    file = str(places["file"])
+    words = ["--text", file, file, "--text", file]
+    assert finetune.parse_args(words).text == [file] * 3
+    args = importlib.import_module("retrieval").parse_args([*words, "--pattern", "exact"])
+    assert list(map(str, args.text)) == [file] * 3 and list(args.patterns) == ["exact"] and args.lengths == [1024, 2048]
+
+
 @pytest.mark.parametrize("words", ["", "--steps 1", "--warmup 0", "--schedule constant --warmup 50", "--held-out 2"])
 def test_finetune_takes_what_goes_together(words, monkeypatch):
     monkeypatch.setattr(common, "obstacle", lambda *_: None)
     args = finetune.parse_args(words.split())
-    assert args.ring_size is None and args.pattern == "exact"
+    assert args.ranks is None and args.pattern == "exact"
     assert args.schedule == "constant" or args.warmup < args.steps
 
 

@@ -42,7 +42,7 @@ def nudged(folder):
 
 def test_perplexity_is_the_same_from_two_processes(folder, nudged, tmp_path):
     options = ["--text", folder / "text.txt", "--tokens", 515]
-    options += ["--patterns", "exact", "pyramid:32,3,2", "longnet:64/1,256/4"]
+    options += ["--pattern", "exact", "pyramid:32,3,2", "longnet:64/1,256/4"]
     figures = {}
     for name, model, processes in ((1, folder, 1), (2, folder, 2), ("nudged", nudged, 1)):
         file = tmp_path / f"{name}.json"
@@ -62,7 +62,7 @@ def test_perplexity_is_the_same_from_two_processes(folder, nudged, tmp_path):
     assert 0.1 < figures[1]["figures"][2]["flop_share"] < 0.5
 
 
-FINETUNE = ["--pattern", "pyramid:32,3,2", "--steps", 5, "--seq-len", 250, "--accumulate", 2, "--held-out", 300]
+FINETUNE = ["--pattern", "pyramid:32,3,2", "--steps", 5, "--tokens", 250, "--accumulate", 2, "--held-out", 300]
 FINETUNE += ["--lr", "1e-2", "--warmup", 1]
 
 
@@ -140,7 +140,7 @@ def test_finetune_learns_adapters_from_a_stream_of_chats(folder, tmp_path, monke
     answer = {"role": "assistant", "content": "yes"}
     chats = [[{"role": "user", "content": "?" * (5 + n % 40)}, answer] for n in range(60)]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    options = ["--model", model, "--dataset", tmp_path / "chats.jsonl", "--streaming", "--buffer", 20, "--seq-len", 128]
+    options = ["--model", model, "--dataset", tmp_path / "chats.jsonl", "--streaming", "--buffer", 20, "--tokens", 128]
     options += "--pattern window:32+2 --lora 4 --lr 1e-2 --warmup 1 --held-out 200 --save-every 2".split()
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     options += ["--steps", 6, "--schedule", "constant", "--output", tmp_path / "run"]
@@ -183,14 +183,14 @@ def assert_same_steps(output, folder, bounds):
 
 
 def test_finetune_takes_the_same_steps_on_two_processes(folder, bounds, tmp_path):
-    _, out = finetune(folder, tmp_path, "--ring-size", 2, "--save-every", 3, processes=2)
+    _, out = finetune(folder, tmp_path, "--ranks", 2, "--save-every", 3, processes=2)
     assert "rank 1: peak memory" in out
     assert out.startswith("1 ring of 2 processes, layout auto, transport auto, pattern pyramid:32,3,2; ")
     assert out.count("1 ring of") == 1
     assert_same_steps(tmp_path, folder, bounds)
     # The checkpoint is that of the third step.
     assert [path.name for path in tmp_path.glob("checkpoint*")] == ["checkpoint-3"]
-    _, out = finetune(folder, tmp_path, "--ring-size", 2, "--resume", processes=2)
+    _, out = finetune(folder, tmp_path, "--ranks", 2, "--resume", processes=2)
     assert "going on after step 3" in out
     assert_same_steps(tmp_path, folder, bounds)
     # One ring of one process is one ring too, but goes on with nothing else than the run had.
@@ -202,7 +202,7 @@ def test_finetune_takes_the_same_steps_on_two_processes(folder, bounds, tmp_path
 
 
 def test_two_rings_read_what_one_accumulates(folder, bounds, tmp_path):
-    finetune(folder, tmp_path, "--ring-size", 1, "--accumulate", 1, processes=2)
+    finetune(folder, tmp_path, "--ranks", 1, "--accumulate", 1, processes=2)
     assert_same_steps(tmp_path, folder, bounds)
 
 
@@ -215,7 +215,7 @@ def test_finetune_distills_from_exact_attention(folder, tmp_path):
         (nudge_(model) if name == "nudged" else model).save_pretrained(output / "model")
         AutoTokenizer.from_pretrained(folder / "model").save_pretrained(output / "model")
         options = ["--distill", "--lora", 2, "--output", output / "run", "--json", output / "figures.json"]
-        options += ["--model", output / "model", "--text", folder / "text.txt", "--ring-size", how.get("processes", 1)]
+        options += ["--model", output / "model", "--text", folder / "text.txt", "--ranks", how.get("processes", 1)]
         out = run("finetune.py", *FINETUNE, *options, **how)
         assert out.count("held-out perplexity of the same weights with exact attention") == 2
         figures = json.loads((output / "figures.json").read_text())
@@ -237,7 +237,7 @@ def test_a_pattern_that_replaces_the_saved_one_is_told(folder, tmp_path):
     config = ra.patch_config(AutoConfig.from_pretrained(folder / "model"), "window:32+2")
     shutil.copytree(folder / "model", tmp_path / "model")
     config.save_pretrained(tmp_path / "model")
-    options = ["--model", tmp_path / "model", "--text", folder / "text.txt", "--seq-len", 64, "--steps", 1]
+    options = ["--model", tmp_path / "model", "--text", folder / "text.txt", "--tokens", 64, "--steps", 1]
     out = run("finetune.py", *options, "--output", tmp_path / "run")
     assert "pattern exact (replaces the pattern that the model was saved with); " in out.splitlines()[0]
     assert AutoConfig.from_pretrained(tmp_path / "run").ring_dilated["pattern"] == "exact"
@@ -261,11 +261,9 @@ def test_two_processes_refuse_what_they_cannot_do(folder, tmp_path):
     """Both of them, and nothing is written. More of a Trainer's are in tests/training/test_set_up.py."""
     words = ["--model", folder / "model", "--output", tmp_path / "run"]
     of_trainer = [*words[:2], "--output_dir", words[3], "--use_cpu", "true", "--text", folder / "text.txt"]
-    missing = (
-        "the size of rings was not given: --ring-size 2 is one ring, --ring-size 1 gives each process rows of its own"
-    )
-    calls = {missing: [], "they cannot form rings of 3: --ring-size 2 is one ring": ["--ring-size", 3]}
-    calls |= {"heads=2 needs transport='heads', got 'auto'": ["--ring-size", 2, "--ring-heads", 2]}
+    missing = "the size of rings was not given: --ranks 2 is one ring, --ranks 1 gives each process rows of its own"
+    calls = {missing: [], "they cannot form rings of 3: --ranks 2 is one ring": ["--ranks", 3]}
+    calls |= {"heads=2 needs transport='heads', got 'auto'": ["--ranks", 2, "--ring-heads", 2]}
     arguments = [("finetune", [*words, *more]) for more in calls.values()]
     for errors in run_ranks(errors_of, 2, [*arguments, ("finetune_trainer", of_trainer)]):
         assert all(told in error for told, error in zip([*calls, missing], errors, strict=True)), errors
@@ -275,10 +273,10 @@ def test_two_processes_refuse_what_they_cannot_do(folder, tmp_path):
 def test_a_process_alone_refuses_a_ring_of_two(folder, tmp_path, monkeypatch):
     """Before the model is loaded."""
     monkeypatch.setattr(common, "load_model", None)
-    words = ["--model", folder / "model", "--text", folder / "text.txt", "--ring-size", 2]
+    words = ["--model", folder / "model", "--text", folder / "text.txt", "--ranks", 2]
     for recipe, output in (("finetune.py", "--output"), ("finetune_trainer.py", "--output_dir")):
         error = refused(recipe, *words, output, tmp_path / "run")
-        assert "one process cannot form a ring of --ring-size 2: start 2 processes with torchrun, on a CPU" in error
+        assert "one process cannot form a ring of --ranks 2: start 2 processes with torchrun, on a CPU" in error
         assert "Traceback" not in error
 
 
@@ -287,7 +285,7 @@ def test_finetune_with_sharded_parameters(plugin, folder, bounds, tmp_path):
     if plugin == "zero3":
         pytest.importorskip("deepspeed", reason=NO_DEEPSPEED)
     by_heads = ["--ring-transport", "heads", "--ring-heads", 2]
-    options = ["--ring-size", 2, *by_heads, "--checkpointing", "--offload"]
+    options = ["--ranks", 2, *by_heads, "--checkpointing", "--offload"]
     figures, _ = finetune(folder, tmp_path, *options, plugin=plugin)
     assert figures["transport"] == "heads"
     assert_same_steps(tmp_path, folder, bounds)
@@ -303,8 +301,8 @@ def by_the_trainer(folder, nudged):
 def train(folder, output, ring_size, *options, plugin=None, processes=1):
     """What two runs by the Trainer are compared by."""
     options = ["--model", folder / "model", "--text", folder / "text.txt", "--pattern", "pyramid:32,3,2", *options]
-    options += "--seq_len 250 --max_steps 3 --held_out 500 --learning_rate 1e-2 --disable_tqdm true".split()
-    options += ["--ring_size", ring_size, "--output_dir", output, "--save_strategy", "steps", "--save_steps", 2]
+    options += "--tokens 250 --max_steps 3 --held_out 500 --learning_rate 1e-2 --disable_tqdm true".split()
+    options += ["--ranks", ring_size, "--output_dir", output, "--save_strategy", "steps", "--save_steps", 2]
     out = run("finetune_trainer.py", *options, plugin=plugin, processes=processes)
     assert f"rank {ring_size - 1}: peak memory" in out and "eval_loss" in out
     transport = "heads" if "heads" in options else "auto"
@@ -358,9 +356,9 @@ def test_finetune_by_the_trainer_on_a_stream_of_uneven_files(folder, tmp_path):
     for number, count in enumerate((4, 5, 3)):
         text = json.dumps({"text": "The quick brown fox jumps over the lazy dog. " * 5}) + "\n"
         (tmp_path / f"{number}.jsonl").write_text(text * count)
-    options = ["--model", folder / "model", "--dataset", tmp_path, "--streaming", "true", "--seq_len", 256]
+    options = ["--model", folder / "model", "--dataset", tmp_path, "--streaming", "true", "--tokens", 256]
     options += ["--output_dir", tmp_path / "run"]
-    options += "--ring_size 2 --max_steps 8 --gradient_accumulation_steps 2 --disable_tqdm true".split()
+    options += "--ranks 2 --max_steps 8 --gradient_accumulation_steps 2 --disable_tqdm true".split()
     out = run("finetune_trainer.py", *options, processes=4)
     assert out.startswith("2 rings of 2 processes") and out.count("'loss'") == 8
     assert LlamaForCausalLM.from_pretrained(tmp_path / "run")
@@ -384,7 +382,7 @@ def calibrations(folder):
 def test_perplexity_under_a_calibration_is_that_of_its_patterns(folder, calibrations, tmp_path):
     options, (one_file, other_file) = ["--model", folder / "model", "--text", folder / "text.txt"], calibrations
     # What follows a calibration must not keep its layers.
-    patterns = ["--tokens", 600, "--patterns", one_file, OTHER, CALIBRATED, other_file]
+    patterns = ["--tokens", 600, "--pattern", one_file, OTHER, CALIBRATED, other_file]
     run("perplexity.py", *options, *patterns, "--json", tmp_path / "figures.json")
     one, other, uniform, uniform_other = json.loads((tmp_path / "figures.json").read_text())["figures"]
     assert one["nll"] == uniform["nll"] != other["nll"] == uniform_other["nll"]
@@ -392,7 +390,7 @@ def test_perplexity_under_a_calibration_is_that_of_its_patterns(folder, calibrat
 
 
 def test_fine_tuning_keeps_the_calibrated_patterns(folder, calibrations, tmp_path):
-    options = ["--model", folder / "model", "--text", folder / "text.txt", "--seq-len", 250, "--output", tmp_path]
+    options = ["--model", folder / "model", "--text", folder / "text.txt", "--tokens", 250, "--output", tmp_path]
     options += ["--steps", 1, "--save-every", 1]
     run("finetune.py", *options, "--pattern", calibrations[0])
     config = AutoModelForCausalLM.from_pretrained(tmp_path).config
@@ -403,7 +401,7 @@ def test_fine_tuning_keeps_the_calibrated_patterns(folder, calibrations, tmp_pat
 
 
 def test_patterns_of_another_model_are_refused_in_one_line(folder, calibrations, tmp_path):
-    options = ["--text", folder / "text.txt", "--seq-len", 250, "--output", tmp_path / "run", "--model"]
+    options = ["--text", folder / "text.txt", "--tokens", 250, "--output", tmp_path / "run", "--model"]
     config = GPT2Config(n_layer=1, n_head=4, n_embd=32, vocab_size=256, n_positions=128)
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(folder / "model").save_pretrained(tmp_path)

@@ -56,7 +56,7 @@ def test_the_first_candidate_alone_follows_from_the_prompt(writer, task, depth):
 
 
 def test_questions_follow_from_their_seed_and_number(folder, writer):
-    with pytest.raises(SystemExit, match="--lengths 90: a question of passkey takes"):
+    with pytest.raises(SystemExit, match="--tokens 90: a question of passkey takes"):
         writer.question("passkey", 90, 0.0, 0)
     other = retrieval.Writer(load(folder / "model")[1], made_up_text(5), seed=1)
     first = writer.question("needle", LENGTH, 0.5, 0)
@@ -124,8 +124,8 @@ def test_figures_are_the_means_of_questions():
 
 
 def asked(folder, output, *more):
-    words = ["--model", folder / "model", "--text", folder / "book.txt", "--lengths", 600, "--depths", 0, 1]
-    return [*words, "--patterns", "exact", "window:64+4", "--json", output / "figures.json", *more]
+    words = ["--model", folder / "model", "--text", folder / "book.txt", "--tokens", 600, "--depths", 0, 1]
+    return [*words, "--pattern", "exact", "window:64+4", "--json", output / "figures.json", *more]
 
 
 def test_two_processes_find_what_one_finds(folder, tmp_path):

@@ -37,7 +37,7 @@ def save_inputs(folder, width=32, times=100):
 
 def words(folder, output, *more):
     """The arguments of a run."""
-    options = ["--model", folder / "model", "--text", folder / "text.txt", "--pattern", "window:32+2", "--seq-len", 128]
+    options = ["--model", folder / "model", "--text", folder / "text.txt", "--pattern", "window:32+2", "--tokens", 128]
     options += ["--steps", STEPS, "--lr", "1e-2", "--schedule", "constant", "--output", output]
     return [str(word) for word in (*options, "--json", output / "figures.json", *more)]
 
