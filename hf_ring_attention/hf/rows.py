@@ -335,16 +335,14 @@ def find_rows(now: ForwardPass, kwargs: Mapping[str, Any], multiple: int = 1) ->
         part = None if cut_rows is None or cut_rows.layout is None else cut_rows.layout.local_len
         values: dict[str, Any] = {}
         for name, value in kwargs.items():
-            if isinstance(value, Tensor) and (part is None or value.shape[1:2] != (part,)):
+            if isinstance(value, Tensor) and value.shape[1:2] != (part,):
                 values[name] = digest(value)
             elif value is None or isinstance(value, (bool, int, float, str)):
                 values[name] = value
-        values["the division of the rows"] = digest(now.rows)
-        values["whether the model trains"] = runner.training
-        values["whether gradients are recorded"] = torch.is_grad_enabled()
-        agreed.values = values
+        values |= {"the division of the rows": digest(now.rows), "whether the model trains": runner.training}
+        agreed.values = values | {"whether gradients are recorded": torch.is_grad_enabled()}
         if now.rows is not None:
-            values["the tokens of a cut batch"] = now.rows.checksum
+            agreed.same("the tokens of a cut batch", now.rows.checksum)
             agreed.same("the model's weights", digest(_some_weights(now.module)), _REPLICAS)
 
 
