@@ -1,12 +1,16 @@
-"""Pages of recipes/guide: the page of public names is its docstrings, and the loop of the FAQ trains as one process does."""
+"""Pages of recipes/guide: names as their docstrings describe them, a loop that trains, patterns as they are drawn and cost."""
 
 import os
+import re
+import shlex
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import hf_ring_attention as ra
+from hf_ring_attention.cli import main as cli
 from tests import pages
 
 from .support.checkpoints import save_tiny_checkpoint
@@ -72,3 +76,63 @@ def test_the_loop_of_the_faq_trains_over_a_ring_as_on_one_process(tmp_path):
         assert torch.equal(first[name], second[name]), name
         update = (expected[name] - before).norm()
         assert update > 0 and (first[name] - expected[name]).norm() < 1e-3 * update, name
+
+
+# ---- the gallery
+
+
+GALLERY = (GUIDE / "gallery.md").read_text(encoding="utf-8")
+#: Patterns with their costs and perplexity.
+ROWS = [line.strip("| ").split(" | ") for line in GALLERY.splitlines() if line.startswith("| `")]
+#: Pictures, by the command that draws them.
+PICTURES = re.findall(
+    r"^hf-ring-attention (.* --output (recipes/pictures/\w+\.png))$", GALLERY.replace("\\\n", ""), re.M
+)
+
+
+def test_costs_in_the_gallery_are_those_of_the_patterns():
+    assert len(ROWS) >= 10
+    heads = {"num_heads": 32, "num_kv_heads": 8}
+    for name, *costs in ROWS:
+        pattern = ra.Pattern.parse(name.strip("`"))
+        cache = ra.explain(pattern, seq_len=131072, world_size=1, **heads, head_dim=128).cache
+        kept = 32 * cache.kept  # layers
+        size = f"{kept / 2**30:.1f} GiB" if kept >= 2**30 else f"{kept / 2**20:.1f} MiB"
+        assert costs[:3] == [*(f"{pattern.flop_share(tokens, **heads):.1%}" for tokens in (4096, 131072)), size], name
+
+
+def test_perplexities_in_the_gallery_stand_in_measured_tables():
+    tables = "".join((GUIDE / f"{guide}.md").read_text("utf-8") for guide in ("figures", "serving")).splitlines()
+    measured = {row[0]: row[4] for row in ROWS if len(row) == 5}
+    assert {"exact", "window:512+4", "pyramid:512,3"} <= {name.strip("`") for name in measured}
+    for name, perplexity in measured.items():
+        assert any(line.startswith(f"| {name} |") and f" {perplexity}" in line for line in tables), name
+
+
+@pytest.mark.parametrize(("command", "file"), PICTURES, ids=[file for _, file in PICTURES])
+def test_pictures_in_the_gallery_are_what_their_commands_draw(command, file, tmp_path):
+    """Each colour of a pattern takes as much of both pictures; fonts and margins may differ by release of matplotlib."""
+    plots = pytest.importorskip("hf_ring_attention.cli.plots")
+    image = pytest.importorskip("matplotlib.image")
+    assert f"](../../{file})".replace("../../recipes/", "../") in GALLERY
+    assert (ROOT / file).stat().st_size < 60_000
+    with pytest.raises(SystemExit) as ended:
+        cli.main(shlex.split(command.replace(file, str(tmp_path / "drawn.png"))))
+    assert not ended.value.code
+    shares = []
+    for path in (ROOT / file, tmp_path / "drawn.png"):
+        pixels = np.round(image.imread(path)[..., :3] * 255).reshape(-1, 3)
+        colours = (
+            [int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in (plots.UNSEEN, plots.FUTURE, plots.SINKS)
+        )
+        shares.append([np.mean(abs(pixels - colour).max(1) <= 2) for colour in (*colours, (252, 253, 191))])
+    assert shares[0][1] > 0.1
+    assert np.allclose(*shares, atol=0.01), shares
+
+
+def test_all_patterns_with_one_text_in_all_heads_have_a_picture():
+    drawn = {word for command, _ in PICTURES for word in command.split()}
+    assert {name.strip("`") for name, *_ in ROWS} - drawn == {
+        *("window:1020+4", "window:2044+4"),  # They look as the shorter window does.
+        "kv0,2-7=window:512+4;kv1=exact",
+    }

@@ -257,7 +257,7 @@ def test_pages_are_short(page, longest):
 
 
 def test_there_are_guides_to_all_topics_and_links_to_them():
-    topics = "api calibrating choosing clusters evaluating faq figures ideas memory recovery serving".split()
+    topics = "api calibrating choosing clusters evaluating faq figures gallery ideas memory recovery serving".split()
     assert [guide.stem for guide in GUIDES] == topics
     assert not [guide for guide in GUIDES if f"(guide/{guide.name})" not in RECIPES.read_text("utf-8")]
 
