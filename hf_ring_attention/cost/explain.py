@@ -60,7 +60,8 @@ class Explanation:
         decision: the transport, with its reason.
         imbalance: the work of the busiest rank, divided by the mean.
         flop_share: the FLOPs of all ranks, as a share of exact attention's.
-        ranks: the work of each rank.
+        ranks: for each rank its `forward_flops`, and the bytes of a pass and in buffers by transport: `ring.forward.sent`,
+            `collective.backward.received`, `heads.buffers` (`heads` is None if heads do not divide).
         layouts: by kind of layout, the work of the busiest rank divided by the mean, estimated.
         balance: the same by transport, in the chosen layout.
         cache: the bytes of one layer's cache for `generate` on one device, of all keys and values (`whole`) and in
@@ -144,6 +145,10 @@ def explain(
     """Explains a call of `ring_attention` with sequences of `seq_len` tokens over `world_size` ranks; nothing runs.
 
     Args:
+        pattern: the keys that a query sees.
+        seq_len: tokens of a sequence.
+        world_size: the number of ranks that share it.
+        num_heads, head_dim: query heads, and the width of q and k.
         num_kv_heads: None for `num_heads`.
         value_dim: width of v; None for `head_dim`.
         dtype: the dtype of q, k and v: a torch.dtype, or its name.
