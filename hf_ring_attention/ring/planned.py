@@ -237,7 +237,9 @@ class Planned:
 def merged_over(ring: Ring, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the merged results of all ranks, in lse's dtype; all merge in one order, so all go on with the same bits."""
     assert ring.communicator is not None
-    parts = ring.communicator.gather(torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], -1))
+    part = torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], -1)
+    with ring.counters.exchange(*[(ring.world_size - 1) * part.nbytes] * 2):
+        parts = ring.communicator.gather(part)
     total, total_lse = parts[0][..., :-1].contiguous(), parts[0][..., -1].contiguous()
     for part in parts[1:]:
         merge_(total, total_lse, part[..., :-1], part[..., -1])
