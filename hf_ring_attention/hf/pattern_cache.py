@@ -33,7 +33,8 @@ class PatternCache(Cache):
     `cache`, a `cache_implementation` ("dynamic" keeps all rows) or `use_cache=False`.
 
     `crop` goes back to a length whose rows are all there: by the tokens of the last call, or further after
-    `activate_past_recording()`, which keeps all later rows until the next `crop`.
+    `activate_past_recording()`, which keeps all later rows until the next `crop`. `prefill` makes caches that the ranks of a
+    ring share; these also go back to the end of the prefilled tokens.
 
     Args:
         model: a model after `ra.patch_model`; this cache then serves this pattern only.
