@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -75,6 +74,7 @@ class PatternCache(Cache):
         else:
             layers = hybrids.pattern_layers(layers, self._shared)
         super().__init__(layers=layers, offloading=offloading, offload_only_non_sliding=False)
+        self._pattern_layers = [layer for layer in layers if isinstance(layer, PatternLayer)]
         self._valid: Tensor | None = None  # [B, tokens], False for padding; None without padding
         self.layout: SequenceLayout | None = None  # of the row that the ranks of a ring share; None for whole rows
         self.document: int | None = None  # the tokens of `prefill`, which `crop` may always go back to
@@ -87,10 +87,6 @@ class PatternCache(Cache):
         return self._shared.arrival
 
     @property
-    def _pattern_layers(self) -> Iterator[PatternLayer]:
-        return (layer for layer in self.layers if isinstance(layer, PatternLayer))
-
-    @property
     def nbytes(self) -> int:
         """The bytes of keys and values that the cache has allocated."""
         return sum(layer.nbytes for layer in self._pattern_layers)
@@ -98,8 +94,7 @@ class PatternCache(Cache):
     @property
     def num_rows(self) -> int:
         """The most rows of a key/value head in the first layer that attends; 0 for an empty cache."""
-        first = next(self._pattern_layers)
-        return max((rows.table.num_slots for rows in first.rows), default=0)
+        return max((rows.table.num_slots for rows in self._pattern_layers[0].rows), default=0)
 
     # ---- calls
 
@@ -115,8 +110,8 @@ class PatternCache(Cache):
             raise ValueError(
                 f"{name}: {layout.world_size} ranks share the PatternCache, and the model's ring has {ranks}"
             )
-        seen = max((layer.seen for layer in self._pattern_layers), default=0)
-        if any(layer.pending or (layer.rows and layer.seen != seen) for layer in self._pattern_layers):
+        seen = max([layer.seen for layer in self._pattern_layers], default=0)
+        if [layer for layer in self._pattern_layers if layer.pending or (layer.rows and layer.seen != seen)]:
             raise ValueError(f"{name}: an earlier call with this PatternCache has failed halfway: make another one")
         if now.exact:
             raise ValueError(f"{name}: a PatternCache lacks keys that exact_attention needs: pass cache=DynamicCache()")
@@ -156,7 +151,7 @@ class PatternCache(Cache):
     @property
     def recording(self) -> bool:
         """Whether all later rows are kept until the next `crop`."""
-        return any(layer.record_past for layer in self._pattern_layers)
+        return bool([layer for layer in self._pattern_layers if layer.record_past])
 
     def _checked_mask(self, name: str, mask: Any, batch: int, seen: int, n: int) -> Tensor | None:
         """Returns the mask of all tokens [B, seen + n], False for padding; None if there is no padding."""
