@@ -18,7 +18,7 @@ PIP := -m pip --disable-pip-version-check --quiet --quiet install
 # The releases that passed the tests, of all packages but torch. `make pin` writes this file.
 PINNED := --constraint tests/newest.txt
 
-.PHONY: demo test test-min test-newest test-slow fuzz lint audit bench gpu models pin clean
+.PHONY: demo test test-min test-newest test-slow fuzz lint audit bench gpu models docs pin clean
 
 demo: $(READY)
 	$(BIN)/python recipes/demo.py
@@ -95,6 +95,10 @@ gpu:
 # Runs a tiny model of every causal type of Transformers; writes models.json and MODELS.md in hf_ring_attention/hf.
 models: $(READY)
 	$(BIN)/python -m tests.survey
+
+# Writes recipes/guide/api.md from the docstrings of the public names.
+docs: $(READY)
+	$(BIN)/python -m tests.pages
 
 # torch first and by itself, so that no other package brings in another build of it. Nothing is built in an environment that
 # pip would make for it, since that one has whichever setuptools is the newest. Models without their dependencies, which would

@@ -5,8 +5,9 @@ Calibrated:    python recipes/ask.py --model ID --text book.txt --question Q1 Q2
 Many devices:  torchrun --nproc-per-node 8 recipes/ask.py --model ID --text book.txt --question "Who is the author?"
 Small CPU:     ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 recipes/ask.py --tokens 1024
 
-One process keeps only the rows that the pattern can still see (`ra.PatternCache`). Several processes form one ring, and share
-the cache that `ra.prefill` makes. Without --model and --text, the recipe reads the model and the text of the demo.
+One process keeps only the rows that the pattern can still see (`ra.PatternCache`). Several processes form one ring, and each
+keeps such rows of its part of the text (`ra.prefill`). Without --model and --text, the recipe reads the model and the text of
+the demo.
 """
 
 from __future__ import annotations
@@ -186,7 +187,7 @@ def main() -> None:
     figures |= {"cache": description, "answers": []}
     for number, (question, (_, tail)) in enumerate(zip(args.question, parts)):
         accelerator.print(f"\n{question}")
-        if isinstance(cache, ra.PatternCache) and number + 1 < len(parts):
+        if isinstance(cache, ra.PatternCache) and ring.world_size == 1 and number + 1 < len(parts):
             cache.activate_past_recording()  # The next question goes back to the end of the text.
         clock = Clock(tokenizer, shown)
         found = answer(model, cache, torch.cat([ids, tail.to(ids.device)], 1), clock, args.answer_tokens, last)

@@ -74,7 +74,7 @@ def test_a_model_over_a_ring():
 
 @pytest.mark.parametrize(
     ("pattern", "make", "files", "calls"),
-    [("exact", lambda model: DynamicCache(), 34, 350), ("window:16+4", ra.PatternCache, 20, 250)],
+    [("exact", lambda model: DynamicCache(), 34, 350), ("window:16+4", ra.PatternCache, 20, 220)],
 )
 def test_a_step_of_decoding(pattern, make, files, calls):
     """Four layers on one device; a whole cache grows, so each step is planned."""

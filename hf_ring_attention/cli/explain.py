@@ -7,9 +7,8 @@ from argparse import Namespace
 from typing import Any
 
 from ..cost.cache import CacheBytes, sum_of_caches
-from ..cost.explain import Explanation, number_bytes
+from ..cost.explain import Explanation, compared, number_bytes, time_of_layer
 from ..cost.layers import ModelAttention, ModelMixers, StepExplanation, explain_layers
-from ..cost.times import compared, time_of_layer
 from ..hf.models import why_not
 from ..plan.choices import check_choices
 from ..plan.patterns import Pattern

@@ -47,8 +47,8 @@ class Estimate:
         memory: the bytes of a device; None if unknown.
 
     Example:
-        >>> config = dict(model_type="llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
-        ...               num_attention_heads=32, num_key_value_heads=8, vocab_size=128256)
+        >>> config = dict(model_type="llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32)
+        >>> config |= dict(num_attention_heads=32, num_key_value_heads=8, vocab_size=128256)
         >>> answer = ra.estimate(config, 1 << 20, devices=8, offload=True, memory=80 * 10**9)
         >>> answer.fits, round(answer.peak / 2**30, 1), answer.peak_phase
         (True, 51.4, 'backward of layer 0')
@@ -172,8 +172,8 @@ def estimate(
             checkpointing, whose mixers decide the peak.
 
     Example:
-        >>> config = dict(model_type="qwen3", hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, head_dim=128,
-        ...               num_attention_heads=16, num_key_value_heads=8, vocab_size=151936, tie_word_embeddings=True)
+        >>> config = dict(model_type="qwen3", hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, head_dim=128)
+        >>> config |= dict(num_attention_heads=16, num_key_value_heads=8, vocab_size=151936, tie_word_embeddings=True)
         >>> print(ra.estimate(config, 131072, devices=4))
         | part | GiB | formula |
         |---|---:|---|

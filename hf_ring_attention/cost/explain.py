@@ -1,10 +1,10 @@
-"""Explains a call of attention before it runs: choices with their reasons, and the bytes, FLOPs and balance of every rank."""
+"""Explains a call of attention before it runs: choices with reasons, bytes, FLOPs and balance of every rank, and times."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ..plan.balance import balanced_layout, busiest_over_mean, estimated_imbalance
 from ..plan.branches import check_count
@@ -60,7 +60,8 @@ class Explanation:
         decision: the transport, with its reason.
         imbalance: the work of the busiest rank, divided by the mean.
         flop_share: the FLOPs of all ranks, as a share of exact attention's.
-        ranks: the work of each rank.
+        ranks: for each rank its `forward_flops`, and the bytes of a pass and in buffers by transport: `ring.forward.sent`,
+            `collective.backward.received`, `heads.buffers` (`heads` is None if heads do not divide).
         layouts: by kind of layout, the work of the busiest rank divided by the mean, estimated.
         balance: the same by transport, in the chosen layout.
         cache: the bytes of one layer's cache for `generate` on one device, of all keys and values (`whole`) and in
@@ -124,6 +125,58 @@ class Explanation:
         return "\n".join(lines)
 
 
+#: The backward pass takes this many times the operations of the forward pass (FlashAttention, arXiv 2205.14135).
+BACKWARD = 2.5
+
+
+class LayerTime(NamedTuple):
+    """Seconds of the busiest rank, forward and backward."""
+
+    computing: float
+    moving: float
+    hidden: float  # of `moving`: while the rank computes
+
+    @property
+    def total(self) -> float:
+        return self.computing + self.moving - self.hidden
+
+
+def time_of_layer(call: Explanation, transport: str, *, flops: float, bandwidth: float) -> LayerTime:
+    """Returns the time of an explained call by a transport, at `flops` operations and `bandwidth` bytes a second.
+
+    Links carry messages both ways at once. All messages of the ring travel while it computes. The collective's keys and
+    values travel while a rank computes with its own, and its gradients afterwards. With heads, the first piece arrives and the
+    last one leaves while nothing is computed.
+    """
+    moved, shares = call.busiest(transport), call.ranks
+    mean = sum(share.forward_flops for share in shares) / len(shares) / flops
+    forward = mean * call.balance[transport]
+    computing = [forward, BACKWARD * forward]
+    moving = [max(way) / bandwidth for way in (moved.forward, moved.backward)]
+    if transport == "ring":
+        hidden = [*map(min, moving, computing)]
+    elif transport == "collective":
+        own = min(share.own_flops for share in shares) / flops
+        hidden = [min(moving[0], own), min(moving[0], BACKWARD * own)]
+    else:
+        behind = 1 - 1 / call.pieces_of_heads
+        hidden = [min(behind * of_pass, rest) for of_pass, rest in zip(moving, computing)]
+    return LayerTime(sum(computing), sum(moving), sum(hidden))
+
+
+def compared(call: Explanation, times: dict[str, LayerTime], link: str) -> str:
+    """Returns one sentence that compares the transports by their times over a link and by their buffers."""
+    chosen = call.decision.choice
+
+    def described(name: str) -> str:
+        return f"{name} {1e3 * times[name].total:.3g} ms and {call.busiest(name).buffers / 2**20:.4g} MiB"
+
+    others: Sequence[str] = [name for name in times if name != chosen]
+    if chosen not in times:
+        return f"{chosen}: nothing moves"
+    return f"over {link}, {described(chosen)} a layer, as chosen; {'; '.join(map(described, others))}"
+
+
 def explain(
     pattern: Pattern | str,
     *,
@@ -144,6 +197,10 @@ def explain(
     """Explains a call of `ring_attention` with sequences of `seq_len` tokens over `world_size` ranks; nothing runs.
 
     Args:
+        pattern: the keys that a query sees.
+        seq_len: tokens of a sequence.
+        world_size: the number of ranks that share it.
+        num_heads, head_dim: query heads, and the width of q and k.
         num_kv_heads: None for `num_heads`.
         value_dim: width of v; None for `head_dim`.
         dtype: the dtype of q, k and v: a torch.dtype, or its name.

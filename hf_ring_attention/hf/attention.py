@@ -229,7 +229,8 @@ def _checked(
     """Checks a layer's call, and returns its arguments of `planned_call` beside tensors."""
     (query, key, *_), (_, scaling, sliding_window, softcap, given) = tensors, settings
     check_call(module, settings, now)
-    if now.ring.world_size > 1 and tokens.layout is None and tokens.held is None:
+    continues = now.kept is not None and now.kept.arrival.seen > 0
+    if now.ring.world_size > 1 and tokens.layout is None and tokens.held is None and not continues:
         raise ValueError(
             f"{type(module).__name__} of a sharded model got no mask of ring_dilated, so its documents are unknown: call the "
             f"model, not its layers; with a cp_size, make the ring by Ring.from_accelerator before accelerator.prepare"
@@ -254,8 +255,7 @@ def _checked(
             held, documents = _held(module, query.shape[2], key.shape[2], tokens, causal)
             dropped = tokens.before > (skipped[int(module.layer_idx)] if skipped else 0)  # type: ignore[arg-type]
             check_dropped_keys(module, dropped, of_model, pattern)
-        begins = now.kept is None or not now.kept.arrival.seen
-        begins = begins and (held is None or held.num_queries == held.row_len)
+        begins = not continues and (held is None or held.num_queries == held.row_len)
         check_padding_and_pieces(module, tokens, of_model, pattern, begins)
     call = {"pattern": pattern, "layout": tokens.layout, "causal": causal, "scale": scaling, "documents": documents}
     return call | {"softcap": softcap, "head_shard": head_shard(module, query, key), "held": held}

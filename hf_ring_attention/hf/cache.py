@@ -19,6 +19,7 @@ from ..ring.ring import Ring
 from .config import layer_pattern
 from .forward_pass import running_with
 from .model_types import hybrids_of
+from .pattern_cache import PatternCache, cache_for_generate
 from .wrappers import attachment_of, evaluating, signature_of, takes, whole_model
 
 
@@ -122,8 +123,16 @@ class ShardedCache(Cache):
 
 
 @torch.no_grad()
-def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None = None) -> ShardedCache:
+def prefill(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    cache_implementation: str | None = None,
+) -> PatternCache | ShardedCache:
     """Computes the keys and values of whole sequences on all ranks of the model's ring; each rank keeps its shard of them.
+
+    Where patterns drop keys, the cache is a `PatternCache`: each rank keeps the rows of its shard that later tokens can still
+    see, and the last rank keeps the later tokens. Models with recurrent states keep every row.
 
     The cache then serves `generate`, which every rank must call alike (with equal seeds, if it samples), with these tokens and
     at least one more. Afterwards `cache.crop(document.shape[1] - cache.get_seq_length())` makes it ready for another question.
@@ -133,13 +142,14 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
         model: a model with the ring of `patch_model(model, ring=ring)`; without a ring, this process computes whole sequences.
         input_ids: [B, n], the same on every rank.
         attention_mask: [B, n], 0 for padding; None for rows without padding. `generate` needs it too.
+        cache_implementation: "dynamic" keeps every row, as in `generate`; None keeps what later tokens can see.
 
     Returns:
         The cache, for `cache` of `generate` on this rank (before Transformers 5.24: `past_key_values`).
 
     Raises:
-        ValueError: a model with virtual tokens of PEFT, tokens or a mask that are not [B, n] or differ between ranks, or
-            padding for a model that numbers its tokens itself.
+        ValueError: a model with virtual tokens of PEFT, tokens or a mask that are not [B, n] or differ between ranks, padding
+            for a model that numbers its tokens itself, or another cache implementation.
         NotImplementedError: a model that keeps states outside of its cache.
 
     Example:
@@ -155,7 +165,10 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
     inner = whole_model(model, "prefill")
     config, ring = inner.config.get_text_config(), attachment_of(inner).ring or Ring.alone()
     hybrids = hybrids_of(config)
-    with ring.agreement("prefill"):
+    with ring.agreement("prefill") as agreed:
+        agreed.same("cache_implementation", cache_implementation)
+        if cache_implementation not in (None, "dynamic"):
+            raise ValueError(f"prefill: cache_implementation must be None or 'dynamic', got {cache_implementation!r}")
         if hybrids is not None:
             hybrids.check_prefill(inner)
         # The forward pass compares the mask with the other ranks' mask.
@@ -168,11 +181,15 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
                 f"prefill: {type(inner).__name__} takes no position_ids, so its generate would number padded rows differently"
             )
     layout = ring.layout_for(input_ids.shape[1], layer_pattern(config, None))
-    cache: ShardedCache = (ShardedCache if hybrids is None else hybrids.sharded_hybrid_cache)(layout, config)
+    cache: Any = None if hybrids is not None or cache_implementation else cache_for_generate(inner, "prefill")
+    if cache is None:
+        cache = (ShardedCache if hybrids is None else hybrids.sharded_hybrid_cache)(layout, config)
+    else:
+        cache.layout, cache.document = layout if ring.world_size > 1 else None, layout.seq_len
     positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
     with evaluating(inner), running_with(on_use=True):  # Nothing uses the hidden states.
         batch = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": positions}
         inner.base_model(**batch, use_cache=True, **cache_argument(cache))
     if hybrids is not None:
-        cache.keep_states()  # type: ignore[attr-defined]
+        cache.keep_states()
     return cache

@@ -213,6 +213,7 @@ def patch_config(
     loaded with; so does a saved copy, unless it is loaded with another implementation.
 
     Args:
+        config: the config of a model; it is changed in place.
         pattern: what the layers compute, as a `Pattern` or its text; or a list with one for each layer, or a `Calibration`
             or the name of its .json file, which replace the patterns of all layers.
         layers: the numbers of the layers, while others keep their patterns; None for every layer without a window or chunks

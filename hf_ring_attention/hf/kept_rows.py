@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..plan.branches import LARGEST
 from ..plan.intervals import borders_of
-from ..plan.kept import count_kept, kept_keys, most_rows, sees_all_kept
+from ..plan.kept import kept_keys, most_rows, sees_all_kept
 from ..plan.parts import parts_of
 from ..plan.patterns import Pattern
 
@@ -30,15 +30,23 @@ class Arrival:
     number: int  # of the call
     seen: int  # the tokens in the cache before, with padding
     positions: Tensor  # [B or 1, n], -1 for padding
+    rows: Tensor  # [B or 1, m], the positions of the new rows that this rank keeps; all of them without a ring
+    pieces: tuple[int, ...]  # the tokens where this rank's pieces of rows begin and end; () without a ring
     before: Tensor  # [B or 1], the positions in the cache before
     floor: Tensor  # [B or 1], the fewest positions that `crop` may go back to
-    recording: bool  # whether `crop` may go back to them after this call, too
+    document: Tensor | None  # [B or 1], the positions of a prefilled document, which `crop` may always go back to
+    recording: bool  # whether `crop` may go back to `floor` after this call, too
     padding_inside: Tensor | None  # the mask [B, tokens] of all tokens, if a row has padding between tokens; else None
 
     @cached_property
     def padded(self) -> bool:
         """Whether some new tokens are padding."""
         return bool((self.positions < 0).any())
+
+    @property
+    def total(self) -> int:
+        """The tokens in the cache after the call, with padding."""
+        return self.seen + self.positions.shape[1]
 
     @cached_property
     def after(self) -> Tensor:
@@ -48,7 +56,7 @@ class Arrival:
 
 #: No call has begun.
 _NO_TOKENS = torch.empty(1, 0, dtype=torch.int64)
-_NO_CALL = Arrival(0, 0, _NO_TOKENS, _NO_TOKENS, _NO_TOKENS, False, None)
+_NO_CALL = Arrival(0, 0, _NO_TOKENS, _NO_TOKENS, (), _NO_TOKENS, _NO_TOKENS, None, False, None)
 
 
 class KeptRows:
@@ -64,6 +72,7 @@ class KeptRows:
         self._phase = phases[0][0] if self.phases.numel() == 1 else None
         self.positions = torch.empty(1, len(phases), 0, dtype=torch.int64)
         self.old = self.positions  # those before the last call
+        self.floor = torch.zeros(1, dtype=torch.int64)  # [B or 1], no row is missing that queries from here on see
         self.most = max(most_rows(pattern, x, LARGEST >> 8) for x in {*phases})
         self._sees_all, self._begun, self._done = sees_all_kept(pattern), 0, 0  # numbers of calls
         #: After `insert`, where the rows of the last call are: [n], or [B or 1, heads or 1, n].
@@ -72,6 +81,8 @@ class KeptRows:
         self.order: Tensor | None = None
         #: The logarithm of how often each query sees each row [B, heads, queries, slots]; None if each is seen once.
         self.bias: Tensor | None = None
+        #: The queries that see no row [B, heads, queries], as padding or over a ring; None if there are none.
+        self.blind: Tensor | None = None
         self._moved: dict[Any, Tensor] = {}  # the same on devices
 
     @property
@@ -81,7 +92,8 @@ class KeptRows:
     @property
     def capacity(self) -> int:
         """The rows that a layer's storage has room for, once it needs more."""
-        return max(self.num_slots, min(self.num_slots + self.num_slots // GROWTH + 1, self.most))
+        most = self.most if self.num_slots <= self.most else 2 * self.most  # with the rows of a prefilled document
+        return max(self.num_slots, min(self.num_slots + self.num_slots // GROWTH + 1, most))
 
     def begin(self, new: Arrival) -> None:
         """Begins a call: its rows are `old` until the layers have stored their new rows."""
@@ -103,25 +115,30 @@ class KeptRows:
             return
         self.begin(new)
         self._done = new.number
-        positions, n = self.old, new.positions.shape[1]
-        free = ~self._kept(positions, new.floor, new.recording)
-        counts = free.sum(-1)
+        self.floor = new.floor
+        positions, n = self.old, new.rows.shape[1]
+        unseen = free = ~self._kept(positions, new.floor, new.recording)
+        counts = dropped = unseen.sum(-1)
+        if new.document is not None:
+            free = unseen & ~self._of_document(positions, new.document)
+            counts = free.sum(-1)
         missing = n - int(counts.min())
         if missing > 0:
             positions, free = (
                 torch.nn.functional.pad(x, (0, missing), value=y) for x, y in ((positions, -1), (free, 1))
             )
-            counts = counts + missing
+            dropped = dropped + missing
         slots = (
             free.to(torch.int8).sort(dim=-1, descending=True, stable=True)[1][..., :n]
-            if n > 1
+            if n != 1
             else free.to(torch.int8).argmax(-1, keepdim=True)
         )
-        values = new.positions[:, None].expand_as(slots)
+        values = new.rows[:, None].expand_as(slots)
         self.positions = positions.scatter(-1, slots, values)
         # Every row is one that the query sees.
-        full = n == 1 and self._sees_all and not (new.recording or new.padded) and int(counts.max()) == 1
-        self.bias = None if full else self._log_multiplicity(new, group)
+        full = new.positions.shape[1] == 1 and self._sees_all and not (new.recording or new.padded)
+        full = full and int(dropped.max()) == n
+        self.bias, self.blind = (None, None) if full else self._log_multiplicity(new, group)
         self._moved = {}
         self.slots = slots[0, 0] if slots.shape[:2] == (1, 1) else slots
 
@@ -131,28 +148,30 @@ class KeptRows:
         if self._done == new.number:
             return
         self._done = new.number
-        every = torch.cat([self.old, new.positions[:, None].expand(*self.old.shape[:2], -1)], -1)
-        kept = self._kept(every, new.floor if new.recording else new.after, new.recording)
+        every = torch.cat([self.old, new.rows[:, None].expand(*self.old.shape[:2], -1)], -1)
+        self.floor = new.floor if new.recording else new.after
+        kept = self._kept(every, self.floor, new.recording)
+        if new.document is not None:
+            kept = kept | self._of_document(every, new.document)
         self.order, self.positions = None, every
-        if not kept.all():
-            counts = kept.sum(-1)
-            order = (~kept).to(torch.int8).sort(dim=-1, stable=True)[1][..., : int(counts.max())]
+        if not kept.all():  # A rank without rows has an empty slot, which kernels can read.
+            order = (~kept).to(torch.int8).sort(dim=-1, stable=True)[1][..., : max(1, int(kept.sum(-1).max()))]
             self.order = order
             self.positions = every.gather(-1, order).masked_fill(~kept.gather(-1, order), -1)
 
     def crop(self, length: Tensor) -> None:
         """Forgets the rows from position `length` [B or 1] on."""
         self.positions = self.positions.masked_fill(self.positions >= length[:, None, None], -1)
+        self.floor = torch.minimum(self.floor, length)
 
-    def has(self, length: Tensor) -> bool:
-        """Returns whether all rows are there that a query at position `length` [B or 1] or a later one sees."""
-        positions = self.positions.masked_fill(self.positions >= length[:, None, None], -1)
-        found = self._kept(positions, length, later=False).sum(-1)
-        return all(
-            int(found[row % len(found), head]) == count_kept(self.pattern, phases, int(tokens))
-            for row, tokens in enumerate(length)
-            for head, phases in enumerate(self.phases.tolist())
-        )
+    def has(self, length: Tensor, document: Tensor | None) -> bool:
+        """Returns whether no row is missing, on any rank, that a query at position `length` [B or 1] or a later one sees."""
+        if (length >= self.floor).all():
+            return True
+        rows = torch.arange(int(length.max()))[None, None]
+        missing = (rows < length[:, None, None]) & self._kept(rows, length, later=False)
+        missing = missing & ~self._kept(rows, self.floor, later=True)
+        return not (missing if document is None else missing & ~self._of_document(rows, document)).any()
 
     def bias_for(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns the bias of the last call for a kernel."""
@@ -173,6 +192,12 @@ class KeptRows:
         """Applies a choice of batch rows."""
         if len(self.positions) > 1:
             self.positions = rows(self.positions)
+        if len(self.floor) > 1:
+            self.floor = rows(self.floor)
+
+    def _of_document(self, positions: Tensor, document: Tensor) -> Tensor:
+        """Returns which positions belong to a document of `document` [B or 1] tokens and are seen behind it."""
+        return (positions < document[:, None, None]) & self._kept(positions, document, later=False)
 
     def _kept(self, positions: Tensor, length: Tensor, later: bool) -> Tensor:
         """Returns which positions the query `length` [B or 1] or a later one sees, or which are not below it (`later`)."""
@@ -192,8 +217,8 @@ class KeptRows:
         assert kept is not None
         return kept.any(2) if by_member else kept
 
-    def _log_multiplicity(self, new: Arrival, group: int) -> Tensor:
-        """Returns the logarithm of how often the queries see the rows: [B, heads, group * n, slots]; 0 for padding."""
+    def _log_multiplicity(self, new: Arrival, group: int) -> tuple[Tensor, Tensor | None]:
+        """Returns `bias` and `blind`; the bias of blind queries is 0."""
         rows, queries = self.positions[:, :, None, None], new.positions[:, None, None, :, None]
         phases, total = self.phases[:, :, None, None], new.after[:, None, None, None, None]
         # [B, heads, phases, n, slots]
@@ -217,10 +242,11 @@ class KeptRows:
                 shown.append(seen)
             by_branch = torch.stack(torch.broadcast_tensors(*shown))
             counts = counts + (by_branch.any(0) if part.pattern.overlap == "once" else by_branch.sum(0))
-        counts = torch.where(queries < 0, 1, counts)  # Its result is dropped.
-        bias = counts.to(torch.float64).log()
+        blind = ~counts.bool().any(-1)
+        bias = torch.where(blind[..., None], 1, counts).to(torch.float64).log()
         members = group if bias.shape[2] == 1 else 1
-        return bias.repeat_interleave(members, 2).flatten(2, 3)
+        bias, blind = (x.repeat_interleave(members, 2).flatten(2, 3) for x in (bias, blind))
+        return bias, blind if blind.any() else None
 
 
 class Shared:

@@ -24,7 +24,7 @@ from ..compute.private import (
 )
 from ..ring.operator import UNTRACEABLE, check_not_traced
 from ..ring.ring import Ring
-from .cache import ShardedCache, cache_in
+from .cache import cache_in
 from .config import warn_once
 from .forward_pass import (
     CALL,
@@ -114,7 +114,7 @@ def _of_decoder(now: ForwardPass, rows: WholeRows, kwargs: dict[str, Any]) -> di
         return {**kwargs, "position_ids": whole_positions(runner, rows, kwargs)} if rows.packed else kwargs
     if now.call.rows is None:  # Otherwise a loader has cut them.
         kwargs, now.rows = cut(runner, kwargs, rows, now.ring)
-    cacheless = takes(runner, "use_cache") and not isinstance(cache_in(kwargs), ShardedCache)
+    cacheless = takes(runner, "use_cache") and getattr(cache_in(kwargs), "layout", None) is None
     return {**kwargs, "use_cache": False} if cacheless else kwargs
 
 

@@ -117,6 +117,7 @@ def patch_model(
     model inside is patched. Models that share one config object share its pattern.
 
     Args:
+        model: a model of Transformers, bare or wrapped; it is changed in place.
         pattern: passed to `patch_config`; None keeps what the config has. A model without a pattern and with an adapter of
             PEFT takes the pattern that the adapter was trained under, which is saved with it.
         ring: the ranks that compute each row together. All of them call the model with the same whole rows, and get what one

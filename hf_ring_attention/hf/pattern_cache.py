@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,9 +12,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from ..compute.private import implementation_of
 from ..plan.kept import keeps_all
+from ..plan.layouts import SequenceLayout
 from ..ring.operator import UNTRACEABLE
 from .config import patterns_of, warn_once
-from .forward_pass import running
+from .forward_pass import ForwardPass, running
 from .kept_rows import Arrival, Shared
 from .model_types import OTHER_VALUES, hybrids_of
 from .pattern_layer import PatternLayer
@@ -32,7 +32,8 @@ class PatternCache(Cache):
     `cache`, a `cache_implementation` ("dynamic" keeps all rows) or `use_cache=False`.
 
     `crop` goes back to a length whose rows are all there: by the tokens of the last call, or further after
-    `activate_past_recording()`, which keeps all later rows until the next `crop`.
+    `activate_past_recording()`, which keeps all later rows until the next `crop`. `prefill` makes caches that the ranks of a
+    ring share; these also go back to the end of the prefilled tokens.
 
     Args:
         model: a model after `ra.patch_model`; this cache then serves this pattern only.
@@ -73,7 +74,10 @@ class PatternCache(Cache):
         else:
             layers = hybrids.pattern_layers(layers, self._shared)
         super().__init__(layers=layers, offloading=offloading, offload_only_non_sliding=False)
+        self._pattern_layers = [layer for layer in layers if isinstance(layer, PatternLayer)]
         self._valid: Tensor | None = None  # [B, tokens], False for padding; None without padding
+        self.layout: SequenceLayout | None = None  # of the row that the ranks of a ring share; None for whole rows
+        self.document: int | None = None  # the tokens of `prefill`, which `crop` may always go back to
         self._floor = 0  # while recording, the shortest length that `crop` may go back to
         self._calls = 0
 
@@ -83,10 +87,6 @@ class PatternCache(Cache):
         return self._shared.arrival
 
     @property
-    def _pattern_layers(self) -> Iterator[PatternLayer]:
-        return (layer for layer in self.layers if isinstance(layer, PatternLayer))
-
-    @property
     def nbytes(self) -> int:
         """The bytes of keys and values that the cache has allocated."""
         return sum(layer.nbytes for layer in self._pattern_layers)
@@ -94,22 +94,26 @@ class PatternCache(Cache):
     @property
     def num_rows(self) -> int:
         """The most rows of a key/value head in the first layer that attends; 0 for an empty cache."""
-        first = next(self._pattern_layers)
-        return max((rows.table.num_slots for rows in first.rows), default=0)
+        return max((rows.table.num_slots for rows in self._pattern_layers[0].rows), default=0)
 
     # ---- calls
 
-    def begin_call(self, name: str, tokens: Tensor | None, mask: Any, exact: bool) -> None:
+    def begin_call(self, now: ForwardPass, tokens: Tensor | None, mask: Any) -> None:
         """Begins a call of a model with new tokens [B, n] and the mask of all tokens, or None; checks both.
 
         Raises:
-            ValueError: tokens or a mask that do not continue the rows, packed rows, a cache that an error has left behind, or
-                `exact_attention`, which needs rows that were dropped.
+            ValueError: tokens or a mask that do not continue the rows, packed rows, a cache that an error has left behind or
+                that another ring has filled, or `exact_attention`, which needs rows that were dropped.
         """
-        seen = max((layer.seen for layer in self._pattern_layers), default=0)
-        if any(layer.pending or (layer.rows and layer.seen != seen) for layer in self._pattern_layers):
+        name, layout, rank, ranks = type(now.module).__name__, self.layout, now.ring.rank, now.ring.world_size
+        if layout is not None and layout.world_size != ranks:
+            raise ValueError(
+                f"{name}: {layout.world_size} ranks share the PatternCache, and the model's ring has {ranks}"
+            )
+        seen = max([layer.seen for layer in self._pattern_layers], default=0)
+        if [layer for layer in self._pattern_layers if layer.pending or (layer.rows and layer.seen != seen)]:
             raise ValueError(f"{name}: an earlier call with this PatternCache has failed halfway: make another one")
-        if exact:
+        if now.exact:
             raise ValueError(f"{name}: a PatternCache lacks keys that exact_attention needs: pass cache=DynamicCache()")
         if tokens is None or tokens.dim() < 2 or 0 in tokens.shape[:2]:
             raise ValueError(f"{name}: input_ids or inputs_embeds of new tokens were expected beside a PatternCache")
@@ -119,22 +123,35 @@ class PatternCache(Cache):
             raise ValueError(f"{name}: the PatternCache holds {first.shape[0]} batch rows, and {batch} came")
         self._valid = valid = self._checked_mask(name, mask, batch, seen, n)
         recording = self.recording
-        floor = self._floor if recording else seen
-        inside = None
-        positions, before, floors = torch.arange(seen, seen + n)[None], torch.tensor([seen]), torch.tensor([floor])
+        before, floors = self._positions_at(seen), self._positions_at(self._floor if recording else seen)
+        document = None if self.document is None else self._positions_at(self.document)
+        positions, inside = torch.arange(seen, seen + n)[None], None
         if valid is not None:
             new = valid[:, seen:]
-            before, floors = valid[:, :seen].sum(1), valid[:, :floor].sum(1)
             positions = (before[:, None] + new.cumsum(1) - 1).masked_fill(~new, -1)
             behind = valid.flip(1).cumsum(1).flip(1) > 0
             inside = valid if (~valid & behind & (valid.cumsum(1) > 0)).any() else None
+        rows, pieces = positions, tuple[int, ...]()
+        if layout is not None:
+            if inside is not None:
+                raise ValueError(
+                    f"{name}: a ring takes padding before and after a row's tokens, got padding inside a document"
+                )
+            rows = positions[:, : n if rank == ranks - 1 else 0] if seen else now.ring.shard(positions, layout, fill=-1)
+            pieces = tuple(sorted({x for piece in layout.pieces(rank) for x in (piece.start, piece.stop)}))
         self._calls += 1
-        self._shared.arrival = Arrival(self._calls, seen, positions, before, floors, recording, inside)
+        self._shared.arrival = Arrival(
+            self._calls, seen, positions, rows, pieces, before, floors, document, recording, inside
+        )
+
+    def _positions_at(self, length: int) -> Tensor:
+        """Returns the positions [B or 1] behind this number of tokens."""
+        return torch.tensor([length]) if self._valid is None else self._valid[:, :length].sum(1)
 
     @property
     def recording(self) -> bool:
         """Whether all later rows are kept until the next `crop`."""
-        return any(layer.record_past for layer in self._pattern_layers)
+        return bool([layer for layer in self._pattern_layers if layer.record_past])
 
     def _checked_mask(self, name: str, mask: Any, batch: int, seen: int, n: int) -> Tensor | None:
         """Returns the mask of all tokens [B, seen + n], False for padding; None if there is no padding."""
@@ -202,8 +219,9 @@ class PatternCache(Cache):
         seen = max((layer.seen for layer in self._pattern_layers), default=0)
         count = -tokens_to_remove if tokens_to_remove <= 0 else max(0, seen - tokens_to_remove)
         length = max(0, seen - count)
-        lengths = torch.tensor([length]) if self._valid is None else self._valid[:, :length].sum(1)
-        if count and not all(table.has(lengths) for table in self._shared.tables.values()):
+        lengths = self._positions_at(length)
+        document = None if self.document is None else self._positions_at(self.document)
+        if count and not all(table.has(lengths, document) for table in self._shared.tables.values()):
             raise ValueError(
                 f"PatternCache: rows that {length} tokens see were dropped, of {seen} tokens: call "
                 f"cache.activate_past_recording() before the tokens that you crop"
@@ -216,6 +234,7 @@ class PatternCache(Cache):
             for table in self._shared.tables.values():
                 table.crop(lengths)
             self._valid = None if self._valid is None else self._valid[:, :length]
+            self.document = None if self.document is None else min(self.document, length)
         self._floor = length
 
     def activate_past_recording(self) -> None:
@@ -248,9 +267,11 @@ class PatternCache(Cache):
 
     def reset(self) -> None:
         """Empties the cache."""
+        if self.layout is not None:
+            raise ValueError("a sharded cache cannot be filled again: make another one with ra.prefill")
         super().reset()
         self._shared.tables.clear()
-        self._valid, self._floor = None, 0
+        self._valid, self._floor, self.document = None, 0, None
 
 
 def _update(cache: PatternCache, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
@@ -275,8 +296,8 @@ def _why_not(model: nn.Module, config: Any) -> str | None:
     return reason if reason is not None or hybrids is None else hybrids.why_no_pattern_cache(model)
 
 
-def cache_for_generate(model: PreTrainedModel) -> PatternCache | None:
-    """Returns a cache for a `generate` that was given none, and says so once; None if the model's patterns drop no keys."""
+def cache_for_generate(model: PreTrainedModel, caller: str = "generate") -> PatternCache | None:
+    """Returns a cache for a caller that was given none, and says so once; None if the model's patterns drop no keys."""
     config = model.config.get_text_config(decoder=True)
     unfit = implementation_of(config) != IMPLEMENTATION or any(x is config for x in running().exact)
     # Latent keys take fewer bytes than those of all heads that are made of them, which a PatternCache holds.
@@ -284,7 +305,7 @@ def cache_for_generate(model: PreTrainedModel) -> PatternCache | None:
     if unfit or latent or all(map(keeps_all, patterns_of(config).values())) or _why_not(model, config) is not None:
         return None
     warn_once(
-        f"generate keeps only the rows that the pattern of {type(model).__name__} can still see (ra.PatternCache): pass "
+        f"{caller} keeps only the rows that the pattern of {type(model).__name__} can still see (ra.PatternCache): pass "
         f"cache_implementation='dynamic' to keep all rows",
         logging.INFO,
     )

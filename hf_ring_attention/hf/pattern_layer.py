@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
@@ -21,6 +23,7 @@ from ..plan.kept import heads_of_patterns
 from ..plan.kernel_choice import FEW_QUERIES, TileKinds
 from ..plan.patterns import Pattern
 from ..plan.problem import Documents, HeldKeys
+from ..ring.planned import FORWARD, merged_over
 from ..ring.ring import Ring
 from .kept_rows import Arrival, KeptRows, Shared
 
@@ -76,6 +79,8 @@ class _Rows:
                 self._replace(self.views)
             self._view()
         (keys, values), slots = self.tensors, table.slots_on(key.device)
+        if not slots.numel():  # Another rank keeps the new rows.
+            return
         if self.heads is not None:
             key, value = key[:, self.heads], value[:, self.heads]
         if slots.dim() == 1:
@@ -88,7 +93,7 @@ class _Rows:
     def rebuild(self, new: Arrival, *rows: Tensor) -> None:
         """Keeps, of the rows that are there and the new ones [B, key/value heads, n, D], those that later calls need."""
         self.table.rebuild(new)
-        rows = rows if self.heads is None else tuple(x[:, self.heads] for x in rows)
+        rows = tuple((x if self.heads is None else x[:, self.heads])[:, :, : new.rows.shape[1]] for x in rows)
         found = [torch.cat([x, y], 2) for x, y in zip(self.views, rows)] or rows
         self._replace([_chosen(x, self.table.order) for x in found])
 
@@ -155,7 +160,7 @@ class PatternLayer(CacheLayerMixin):
                 f"PatternCache: it holds {self.dtype} on {self.device}, and keys came in {key_states.dtype} on "
                 f"{key_states.device}: use one dtype and one device, autocast included"
             )
-        self.seen += key_states.shape[2]
+        self.seen = self.shared.arrival.total
         self.pending, self._newest = True, (weakref.ref(key_states), weakref.ref(value_states))
         return key_states, value_states
 
@@ -253,23 +258,23 @@ class PatternLayer(CacheLayerMixin):
         """Returns out [B, H, n, Dv] of few queries, by a kernel call for each pattern of the layer's heads."""
         call, new, (batch, heads, n, width) = self.call, self.shared.arrival, q.shape
         assert call is not None
-        if self.pending:
-            for rows in self.rows:
-                rows.insert(new, call.group, key, value)
-            self.pending = False
-        queries = q.reshape(batch, call.kv_heads, call.group * n, width)
-        if len(self.rows) == 1:
-            out, lse = self._of_rows(self.rows[0], queries, ring)
-        else:
-            parts = [self._of_rows(rows, queries[:, rows.heads], ring) for rows in self.rows]
-            order = torch.tensor([head for rows in self.rows for head in rows.heads or ()], device=q.device).argsort()
-            out, lse = (torch.cat(x, 1)[:, order] for x in zip(*parts))
-        out = out.reshape(batch, heads, n, -1)
-        if sinks is not None:
-            out = add_sinks(out, lse.reshape(batch, heads, n), sinks)[0]
-        if new.padded:
-            out = out.masked_fill((new.positions < 0).to(q.device)[:, None, :, None], 0)
-        return out
+        is_ring = ring.world_size > 1
+        with ring.agreement(FORWARD, by_digest=True) if is_ring else nullcontext():
+            if self.pending:
+                for rows in self.rows:
+                    rows.insert(new, call.group, key, value)
+                self.pending = False
+            queries = q.reshape(batch, call.kv_heads, call.group * n, width)
+            if len(self.rows) == 1:
+                out, lse = self._of_rows(self.rows[0], queries, ring)
+            else:
+                parts = [self._of_rows(rows, queries[:, rows.heads], ring) for rows in self.rows]
+                order = torch.tensor([x for rows in self.rows for x in rows.heads or ()], device=q.device).argsort()
+                out, lse = (torch.cat(x, 1)[:, order] for x in zip(*parts))
+            out, lse = out.reshape(batch, heads, n, -1), lse.reshape(batch, heads, n)
+        if is_ring:
+            out, lse = merged_over(ring, out, lse)
+        return (out if sinks is None else add_sinks(out, lse, sinks)[0]).to(q.dtype)
 
     def _of_rows(self, rows: _Rows, queries: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
         """Returns out and lse of queries [B, heads, group * n, D]."""
@@ -284,17 +289,22 @@ class PatternLayer(CacheLayerMixin):
             results = kernel.forward_masked(queries, *rows.views, Masked(False, call.scale, bias))
         else:
             results = kernel.forward(queries, *rows.views, KernelCall("full", call.scale))
+        if table.blind is not None:
+            out, lse = results
+            blind = table.blind.to(out.device)
+            results = out.masked_fill(blind[..., None], 0), lse.masked_fill(blind, -torch.inf)
         return results
 
     def expanded(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, HeldKeys, Documents]:
         """Returns the rows in their places, for many queries: keys, values, what they hold, and the documents.
 
-        The rows of a document end at the last row; keys that no query sees are 0 or left out.
+        The rows of a document end at the last row but one, which stands for empty slots; keys that no query sees are 0 or left
+        out. A run never reaches into the pieces of another rank.
         """
         new, call = self.shared.arrival, self.call
         assert call is not None
-        n, longest = key.shape[2], int(new.after.max())
-        row_len = max(longest, n)
+        n, added = key.shape[2], new.rows.shape[1]
+        row_len = max(int(new.after.max()), n)
         shift = (row_len - new.after)[:, None, None]
         for rows in self.rows:
             rows.table.begin(new)
@@ -302,20 +312,21 @@ class PatternLayer(CacheLayerMixin):
             (rows.table.old + shift).masked_fill(rows.table.old < 0, row_len) if rows.views else None
             for rows in self.rows
         ]
-        used = torch.cat([torch.arange(row_len - n, row_len), *(x.flatten() for x in places if x is not None)]).unique()
-        used = used[used < row_len]
+        used = [torch.arange(row_len - added, row_len), *(x.flatten() for x in places if x is not None)]
+        used = (used := torch.cat(used).unique())[used < row_len]
         widest = max(branch.dilation for own in call.pattern.kv_heads or (call.pattern,) for branch in own.branches)
-        starts = used[torch.cat([torch.ones(1, dtype=torch.bool), used.diff() > widest])]
-        stops = used[torch.cat([used.diff() > widest, torch.ones(1, dtype=torch.bool)])] + 1
+        pieces = torch.bucketize(used + (new.total - row_len), torch.tensor(new.pieces), right=True)
+        begins = F.pad((used.diff() > widest) | (pieces.diff() != 0), (1, 0), value=True)[: len(used)]
+        starts, stops = used[begins], used[begins.roll(-1)] + 1
         firsts = (stops - starts).cumsum(0) - (stops - starts)
         num_rows = int((stops - starts).sum())
         runs = tuple(zip(firsts.tolist(), starts.tolist(), stops.tolist()))
         every = []
-        for number, added in enumerate((key, value)):
-            x = added.new_zeros(*added.shape[:2], num_rows + 1, added.shape[3])  # The last row is for empty slots.
-            x[:, :, num_rows - n : num_rows] = added
+        for number, rows_of_call in enumerate((key, value)):
+            x = rows_of_call.new_zeros(*key.shape[:2], num_rows + 1, rows_of_call.shape[3])
+            x[:, :, num_rows - added : num_rows] = rows_of_call[:, :, :added]
             for rows, place in zip(self.rows, places):
-                if place is None:
+                if place is None or not runs:
                     continue
                 run = torch.bucketize(place, starts, right=True) - 1
                 row = torch.where(place < row_len, place - starts[run] + firsts[run], num_rows).to(x.device)
@@ -324,10 +335,10 @@ class PatternLayer(CacheLayerMixin):
                 into.scatter_(2, row[..., None].expand_as(old), old)
                 if rows.heads is not None:
                     x[:, rows.heads] = into
-            every.append(x[:, :, :num_rows])
+            every.append(x)
         ends = new.after.expand(key.shape[0]).tolist()
         documents: Documents = tuple(((row_len - end, row_len),) if end else () for end in ends)
-        return every[0], every[1], HeldKeys(row_len, n, num_rows, runs), documents
+        return every[0], every[1], HeldKeys(row_len, n, num_rows + 1, runs), documents
 
 
 def _kernel_of_rows(call: LayerCall, rows: Sequence[Tensor], bias: Tensor | None, ring: Ring) -> Any:

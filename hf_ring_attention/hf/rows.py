@@ -310,13 +310,10 @@ def find_rows(now: ForwardPass, kwargs: Mapping[str, Any], multiple: int = 1) ->
     """Finds the rows of a call once all ranks have come with equal calls, and divides a `multiple` of so many tokens."""
     ring, runner, cut_rows = now.ring, now.runner, now.call.rows
     tokens, cache = tokens_in(kwargs), cache_in(kwargs)
-    now.skipped = tokens_skipped(cache)
-    now.cacheless = kwargs.get("use_cache") is False
-    own_cache = not isinstance(cache, ShardedCache) and (cache is not None or kwargs.get("use_cache") is True)
-    now.whole = own_cache and ring.world_size > 1
-    if isinstance(cache, PatternCache):
-        now.kept = cache
-        cache.begin_call(type(now.module).__name__, tokens, kwargs.get("attention_mask"), now.exact)
+    now.skipped, now.cacheless = tokens_skipped(cache), kwargs.get("use_cache") is False
+    layout = getattr(cache, "layout", None)  # of a sharded cache
+    now.whole = ring.world_size > 1 and layout is None and (cache is not None or kwargs.get("use_cache") is True)
+    now.kept = cache if isinstance(cache, PatternCache) else None
     if now.whole and ring.rank == 0:
         warn_once(
             f"{type(runner).__name__} has its own cache, so all ranks compute whole rows: ra.prefill fills a sharded one",
@@ -325,26 +322,27 @@ def find_rows(now: ForwardPass, kwargs: Mapping[str, Any], multiple: int = 1) ->
     if ring.world_size == 1 or now.whole:
         now.ring = ring_alone(ring.kernel) if now.whole else ring
         now.rows = _rows_alone(runner, tokens, kwargs)
+        if now.kept is not None:
+            now.kept.begin_call(now, tokens, kwargs.get("attention_mask"))
         return
     with ring.agreement("a forward pass of a model", by_digest=True) as agreed:
-        if isinstance(cache, ShardedCache) and cache.get_seq_length() > 0:
-            now.held = _held_in_step(ring, cache, tokens, kwargs.get("attention_mask"))
-        else:
-            layout = getattr(cache, "layout", None)
+        if now.kept is not None:
+            now.kept.begin_call(now, tokens, kwargs.get("attention_mask"))
+        if cache is None or cache.get_seq_length() == 0:
             now.rows = cut_rows or rows_to_cut(runner, ring, kwargs, layout=layout, multiple=multiple)
+        elif isinstance(cache, ShardedCache):
+            now.held = _held_in_step(ring, cache, tokens, kwargs.get("attention_mask"))
         part = None if cut_rows is None or cut_rows.layout is None else cut_rows.layout.local_len
         values: dict[str, Any] = {}
         for name, value in kwargs.items():
-            if isinstance(value, Tensor) and (part is None or value.shape[1:2] != (part,)):
+            if isinstance(value, Tensor) and value.shape[1:2] != (part,):
                 values[name] = digest(value)
             elif value is None or isinstance(value, (bool, int, float, str)):
                 values[name] = value
-        values["the division of the rows"] = digest(now.rows)
-        values["whether the model trains"] = runner.training
-        values["whether gradients are recorded"] = torch.is_grad_enabled()
-        agreed.values = values
+        values |= {"the division of the rows": digest(now.rows), "whether the model trains": runner.training}
+        agreed.values = values | {"whether gradients are recorded": torch.is_grad_enabled()}
         if now.rows is not None:
-            values["the tokens of a cut batch"] = now.rows.checksum
+            agreed.same("the tokens of a cut batch", now.rows.checksum)
             agreed.same("the model's weights", digest(_some_weights(now.module)), _REPLICAS)
 
 

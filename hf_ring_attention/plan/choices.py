@@ -46,6 +46,7 @@ class Decision:
     """A choice of the program, with its reason.
 
     Attributes:
+        choice, reason: a name, such as "zigzag" or "ring", and a sentence.
         heads: the number of neighbours that exchange heads, if the choice is "heads" and not all ranks do.
 
     Example:

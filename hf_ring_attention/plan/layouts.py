@@ -27,7 +27,10 @@ class SequenceLayout:
     In "documents", `rows` has the pieces of each batch row: every rank holds equally many tokens of a row, and has about the
     same work in all rows together. `Ring.layout_for` finds them.
 
-    Attributes:
+    Args:
+        kind: "contiguous", "zigzag" or "documents".
+        seq_len: tokens of a sequence, without padding.
+        world_size: the number of ranks.
         rows: for "documents", the pieces of each rank in each batch row, ascending.
 
     Raises:

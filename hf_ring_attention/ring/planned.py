@@ -228,14 +228,22 @@ class Planned:
         return self.plan().backward(dout, saved, sinks)
 
     def _attend_to_cache(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Attends to this rank's part of a cache. All ranks merge all parts in one order, so all go on with the same bits."""
+        """Attends to this rank's part of a cache."""
         out, lse, _ = self.plan().forward(q, k, v, None)
-        assert self.ring.communicator is not None
-        parts = self.ring.communicator.gather(torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], -1))
-        total, total_lse = parts[0][..., :-1].contiguous(), parts[0][..., -1].contiguous()
-        for part in parts[1:]:
-            merge_(total, total_lse, part[..., :-1], part[..., -1])
+        total, total_lse = merged_over(self.ring, out, lse)
         return (total if sinks is None else add_sinks(total, total_lse, sinks)[0]).to(q.dtype), total_lse
+
+
+def merged_over(ring: Ring, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the merged results of all ranks, in lse's dtype; all merge in one order, so all go on with the same bits."""
+    assert ring.communicator is not None
+    part = torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], -1)
+    with ring.counters.exchange(*[(ring.world_size - 1) * part.nbytes] * 2):
+        parts = ring.communicator.gather(part)
+    total, total_lse = parts[0][..., :-1].contiguous(), parts[0][..., -1].contiguous()
+    for part in parts[1:]:
+        merge_(total, total_lse, part[..., :-1], part[..., -1])
+    return total, total_lse
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, sinks: Tensor | None) -> None:

@@ -51,6 +51,10 @@ class Ring:
             `plan.kernel_choice` decides; on a CPU, torch's flash attention for CPUs. "fused", "flash", "cudnn", "efficient":
             a kernel of CUDA, or an error if it cannot compute a call. "math": plain math, on every device.
 
+    Attributes:
+        rank, world_size: the number of this rank in the ring, and the number of its ranks.
+        dp_rank, dp_size: of a ring by `from_accelerator`, its number among the rings, and their number; else 0 and 1.
+
     Raises:
         ValueError: an unknown name; a transport that cannot serve this many ranks; a group or mesh without this rank, or a
             mesh without such a dimension; or no process group although a launcher has started several processes (WORLD_SIZE

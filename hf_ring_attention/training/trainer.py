@@ -379,6 +379,9 @@ def _count_rings_by_name(user: Any, accelerator: Any) -> None:
 class RingTrainer(RingTrainerMixin, Trainer):
     """Transformers' Trainer with sequences sharded over rings of `args.ring_size` processes, by `RingTrainerMixin`.
 
+    Args:
+        args, kwargs: as for Trainer, `RingTrainingArguments` among them.
+
     Example:
         >>> options = {"max_steps": 2, "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "report_to": []}
         >>> args = ra.RingTrainingArguments("output", **options)

@@ -24,7 +24,7 @@ _NBYTES = operator.attrgetter("nbytes")
 
 @dataclass
 class Traffic:
-    """The bytes that this rank moved: key and value rows, their gradients, and gathered states or rows.
+    """The bytes that this rank moved: key and value rows, their gradients, and gathered states, rows or results.
 
     Attributes:
         sent_bytes, received_bytes: bytes that were handed to torch.distributed, and received from it.

@@ -110,9 +110,7 @@ def test_two_processes_of_torchrun(tmp_path):
         ("recurrent_gemma", {}, "generation", "-", "keeps its state in the model itself"),
     ],
 )
-def test_types_that_are_skipped_and_sizes_that_must_fit_together(
-    model_type, changes, check, verdict, text, tmp_path, alone
-):
+def test_types_that_are_skipped_and_sizes_that_must_fit(model_type, changes, check, verdict, text, tmp_path, alone):
     """A tiny model keeps zeros; where its numbers do not fit together, nothing has failed."""
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"this release of Transformers lacks {model_type}")

@@ -23,9 +23,8 @@ def test_the_others_name_it_in_one_line(tmp_path, monkeypatch):
     folder = save_checkpoint_of_words(tmp_path, with_large_weights, num_key_value_heads=2)
     monkeypatch.chdir(folder)
     start = time.monotonic()
-    done = run_program(
-        __file__, *COMMAND.split(), processes=3, environment={**os.environ, **ENVIRONMENT}, timeout=2 * PROMPTLY
-    )
+    how = {"processes": 3, "environment": {**os.environ, **ENVIRONMENT}, "timeout": 2 * PROMPTLY}
+    done = run_program(__file__, *COMMAND.split(), **how)
     assert time.monotonic() - start < PROMPTLY
     lines = [line for line in done.stderr.splitlines() if "lost" in line]
     assert len(lines) == 2 and "Traceback" not in done.stderr, done.stderr

@@ -1,5 +1,6 @@
 """The perplexity command, on a tiny model."""
 
+import itertools
 import json
 import math
 import os
@@ -29,9 +30,8 @@ def test_figures_are_those_of_the_library(model, command):
     words = f"perplexity {model / 'model'} {model / 'fox.txt'} {model / 'dog.txt'} --tokens 300 --pattern exact"
     rows = json.loads(command(f"{words} --pattern window:4+1 --json"))["rows"]
     fox, dog = str(model / "fox.txt"), str(model / "dog.txt")
-    assert [(row["text"], row["pattern"]) for row in rows] == [
-        (text, pattern) for text in (fox, dog, "all") for pattern in ("exact", "window:4+1")
-    ]
+    kinds = [*itertools.product((fox, dog, "all"), ("exact", "window:4+1"))]
+    assert [(row["text"], row["pattern"]) for row in rows] == kinds
     checkpoint, tokenizer = (kind.from_pretrained(model / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
     sums = {"exact": [0, 0], "window:4+1": [0, 0]}
     for row in rows[:4]:
@@ -57,12 +57,8 @@ def test_a_change_is_shown_from_the_first_of_several_patterns(model, command):
 
 def test_a_misspelt_model_is_not_answered_with_options_that_there_are_not(model, refusal, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for words in (
-        f"perplexity tyni {model / 'fox.txt'}",
-        "estimate --model tyni --tokens 64",
-        f"calibrate --model tyni --text {model / 'fox.txt'}",
-    ):
-        error = refusal(words)
+    for words in ("perplexity tyni {}", "estimate --model tyni --tokens 64", "calibrate --model tyni --text {}"):
+        error = refusal(words.format(model / "fox.txt"))
         assert "there is no folder 'tyni'" in error and "--heads" not in error
     attention = "or, for attention alone, give --heads, --kv-heads and --head-dim"
     assert attention in refusal("explain --tokens 64 --ranks 2 --model tyni")
@@ -166,10 +162,8 @@ def test_two_processes_write_the_figures_of_one(model, command):
 def test_patterns_of_other_models_are_refused_before_anything_is_measured(model, refusal, monkeypatch):
     monkeypatch.setattr("hf_ring_attention.evaluation.lengths.perplexity", None)
     of_three = save_calibration(model / "three.json", {0: "exact", 1: "exact", 2: "exact"})
-    for wrong, message in (
-        ("kv0-4=window:4;kv5=exact", "is for 6 key/value heads"),
-        (of_three, "is of a model of 3 layers"),
-    ):
+    of_six = "kv0-4=window:4;kv5=exact"
+    for wrong, message in ((of_six, "is for 6 key/value heads"), (of_three, "is of a model of 3 layers")):
         words = ["--pattern", "exact", "--pattern", wrong]
         error = refusal(["perplexity", model / "model", model / "dog.txt", *words])
         assert "argument --pattern: " in error and message in error

@@ -50,9 +50,8 @@ def test_patterns_as_text(command):
 def test_the_patterns_of_a_models_layers(tmp_path, command, refusal):
     """Also one that was patched in, and with the model's own heads."""
     kinds = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
-    config = Gemma3TextConfig(
-        num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2, sliding_window=512, layer_types=kinds
-    )
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2}
+    config = Gemma3TextConfig(num_hidden_layers=4, **heads, sliding_window=512, layer_types=kinds)
     ra.patch_config(config, "pyramid:512,3")
     config.save_pretrained(tmp_path)
     printed = command(f"plot pattern --pattern exact --model {tmp_path} --tokens 8k")
@@ -128,12 +127,8 @@ def seen_by(pattern, length, heads, num_heads, num_kv_heads):
     """[n, n]: whether any of the heads sees a key, by the definition."""
     shown = np.zeros((length, length))
     for query, key in itertools.product(range(length), repeat=2):
-        shown[query, key] = any(
-            pattern.multiplicity(
-                query, key, head=head, num_heads=num_heads, num_kv_heads=num_kv_heads, document_length=length
-            )
-            for head in heads
-        )
+        pair = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "document_length": length}
+        shown[query, key] = any(pattern.multiplicity(query, key, head=head, **pair) for head in heads)
     return shown
 
 

@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_ring_attention.compute import kernels
 from hf_ring_attention.compute.bands import Masked
@@ -14,6 +13,7 @@ from hf_ring_attention.compute.kernels import CpuFlash, Math, choose_kernel
 from hf_ring_attention.compute.merge import accumulation_dtype
 from hf_ring_attention.plan.kernel_choice import ANY_TILES, TileKinds
 from tests.support.cuda_operators import HALVES, FlashAttention2
+from tests.support.live_bytes import LargestResult
 
 CUDA = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 FLASH = pytest.mark.skipif(
@@ -221,21 +221,6 @@ def test_expanded_inputs(kernel, device, dtypes, generator):
     """One tile's keys for all tiles, and the gradient of a sum: strides of 0."""
     q, k, v, dout = make((3, 2, 2, 12, 20, 8, 8), dtypes[0], generator, device)
     check(kernel, q, k[:1].expand_as(k), v[:1].expand_as(v), dout[:1, :1, :1, :1].expand_as(dout), "full")
-
-
-class LargestResult(TorchDispatchMode):
-    """The most elements of any tensor that an operation gives."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for x in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(x, torch.Tensor):
-                self.elements = max(self.elements, x.numel())
-        return result
 
 
 @pytest.mark.parametrize("shape", ["full", "causal", "band"])

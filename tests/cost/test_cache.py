@@ -80,10 +80,9 @@ def test_the_most_tokens_fit_and_a_token_more_does_not():
             most[room] = most_cached_tokens(answer)
             for kind, tokens in most[room].items():
                 if tokens is not None:
-                    sizes = [
-                        getattr(ra.estimate(config, tokens + more, pattern=pattern).cache, kind) for more in (0, 1)
-                    ]
-                    assert sizes[0] <= room < sizes[1]
+                    sizes = (ra.estimate(config, tokens + more, pattern=pattern).cache for more in (0, 1))
+                    fitting, larger = (getattr(size, kind) for size in sizes)
+                    assert fitting <= room < larger
         assert (most[10**6]["kept"] is None) == bounded
         assert most[10**6]["whole"] == pytest.approx(10 * most[10**5]["whole"], rel=0.01)
     assert most_cached_tokens(ra.estimate(config, 8, memory=weights)) == {"whole": 0, "kept": 0}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import operator
 import re
 from pathlib import Path
 
@@ -42,11 +43,10 @@ def test_parameters_are_the_models(model_type):
 def test_layers_have_the_modules_of_the_model():
     """Features of the MLP that a token passes, experts, experts of a token, gated, and features of head norms."""
 
+    of_layer = operator.attrgetter("mlp_width", "experts", "experts_per_token", "gated", "head_norm_width")
+
     def sizes(model_type):
-        return [
-            (one.mlp_width, one.experts, one.experts_per_token, one.gated, one.head_norm_width)
-            for one in shape_of_model(tiny_config(model_type)).layers
-        ]
+        return [*map(of_layer, shape_of_model(tiny_config(model_type)).layers)]
 
     assert sizes("llama") == [(64, 0, 0, True, 0)] * 2
     assert sizes("gpt2")[0] == (128, 0, 0, False, 0)  # c_fc and c_proj, four times the width
@@ -217,9 +217,8 @@ def test_the_setting_of_sliced_mlp_is_counted_and_goes(caplog):
     warn_once.cache_clear()
     layers, mlps = (ra.estimate(LLAMA_8B, 1 << 17, **{f"{x}_tokens_at_once": 1024}).peak for x in ("layer", "mlp"))
     assert layers < mlps < ra.estimate(LLAMA_8B, 1 << 17).peak
-    assert [x.message for x in caplog.records] == [
-        "mlp_tokens_at_once goes in version 0.4, with sliced_mlp: use layer_tokens_at_once and sliced_layers"
-    ]
+    told = "mlp_tokens_at_once goes in version 0.4, with sliced_mlp: use layer_tokens_at_once and sliced_layers"
+    assert [x.message for x in caplog.records] == [told]
 
 
 def test_buffers_are_those_of_explain():
@@ -286,10 +285,8 @@ def test_every_switch_takes_memory_from_the_device():
     gains = [one.gain for one in next_switches(plain)]
     assert gains == sorted(gains, reverse=True)
     shared = {"devices": 8, "ring_size": 4}
-    whole, checkpointed, offloaded = (
-        ra.estimate(LLAMA_8B, 131072, **shared, checkpointing=checkpointing, offload=offload)
-        for checkpointing, offload in ((False, False), (True, False), (True, True))
-    )
+    ways = ({"checkpointing": False}, {}, {"offload": True})
+    whole, checkpointed, offloaded = (ra.estimate(LLAMA_8B, 131072, **shared, **way) for way in ways)
     assert whole.peak > checkpointed.peak > offloaded.peak
     # The input of each layer, and the output and the log-sum-exp of its attention.
     assert offloaded.host == 32 * (4096 * 2 + 4096 * 2 + 32 * 4) * 131072 // 4 and plain.host == 0

@@ -23,9 +23,8 @@ TOKENS, HEADS, KV_HEADS, WIDTH = 61, 4, 2, 8  # a rank
 
 
 def attention(ring, pattern, layout, dtype):
-    q, k, v = (
-        torch.randn(1, h, layout.local_len, WIDTH).to(dtype).requires_grad_() for h in (HEADS, KV_HEADS, KV_HEADS)
-    )
+    heads = (HEADS, KV_HEADS, KV_HEADS)
+    q, k, v = (torch.randn(1, h, layout.local_len, WIDTH).to(dtype).requires_grad_() for h in heads)
     return ra.ring_attention(q, k, v, pattern=pattern, ring=ring, layout=layout)
 
 
@@ -135,17 +134,15 @@ def test_logged_once(caplog):
 def test_formulas_of_bytes(layout, world_size):
     """Those of recipes/guide/clusters.md: G key/value and H query heads of D numbers of 2 bytes, n tokens, p ranks."""
     n, h, g, d, p = 48 * 96, 48, 16, 64, world_size
-    call = ra.explain(
-        "exact", seq_len=n, world_size=p, num_heads=h, num_kv_heads=g, head_dim=d, layout=layout, transport="ring"
-    )
+    sizes = {"seq_len": n, "world_size": p, "num_heads": h, "num_kv_heads": g, "head_dim": d}
+    call = ra.explain("exact", **sizes, layout=layout, transport="ring")
     for way in ("ring", "collective"):
         shares = [getattr(share, way) for share in call.ranks]
         assert max(share.forward.received for share in shares) == 4 * g * d * n * (p - 1) // p
         assert max(share.backward.received for share in shares) <= 3 * 4 * g * d * n * (p - 1) // p
     if h % p == 0 and g % p == 0:
-        heads = [share.heads for share in call.ranks]
-        assert {share.forward.received for share in heads} == {4 * (h + g) * d * n * (p - 1) // p**2}
-        assert {share.backward.received for share in heads} == {4 * (h + g) * d * n * (p - 1) // p**2}
+        heads = {way.received for share in call.ranks for way in (share.heads.forward, share.heads.backward)}
+        assert heads == {4 * (h + g) * d * n * (p - 1) // p**2}
     flops = sum(share.forward_flops for share in call.ranks)
     assert flops == pytest.approx(2 * h * d * n * n, rel=0.01)
 

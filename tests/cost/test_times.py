@@ -3,8 +3,8 @@
 import pytest
 
 import hf_ring_attention as ra
+from hf_ring_attention.cost.explain import BACKWARD, compared, time_of_layer
 from hf_ring_attention.cost.timeline import ring_timeline
-from hf_ring_attention.cost.times import BACKWARD, compared, time_of_layer
 from hf_ring_attention.plan.problem import Problem
 
 CALL = {"seq_len": 4096, "world_size": 4, "num_heads": 8, "num_kv_heads": 4, "head_dim": 64}

@@ -140,9 +140,8 @@ def test_the_cost_of_a_cache_is_the_most_rows_that_later_queries_see(rng):
         seen = np.zeros((3 * length, length), dtype=bool)
         for query, key, member in itertools.product(range(3 * length), range(length), members):
             heads = {"head": member, "num_heads": max(3, period), "num_kv_heads": max(3, period)}
-            seen[query, key] |= (
-                key <= query and pattern.multiplicity(query, key, **heads, document_length=query + 1) > 0
-            )
+            if key <= query:
+                seen[query, key] |= pattern.multiplicity(query, key, **heads, document_length=query + 1) > 0
         kept = [int(seen[tokens:, :tokens].any(0).sum()) for tokens in range(length)]
         assert costs[head, number] == max(kept) + 1  # the new token beside the rows of those before
     assert costs[:, len(MENU)].tolist() == [length] * 3
@@ -162,12 +161,7 @@ def test_bytes_are_the_rows_that_ranks_need_of_each_other(ranks, rng):
         needed = sum(int(seen[own].any(0).sum()) - int(seen[own].any(0)[own].sum()) for own in positions)
         assert costs[head, number] == needed
     layer = [rng.randrange(len(menu)) for _ in range(heads)]
-    problem = Problem(
-        ra.Pattern.by_kv_head([menu[number] for number in layer]),
-        layout,
-        (((0, length),),),
-        num_heads=heads,
-        num_kv_heads=heads,
-    )
+    pattern = ra.Pattern.by_kv_head([menu[number] for number in layer])
+    problem = Problem(pattern, layout, (((0, length),),), num_heads=heads, num_kv_heads=heads)
     assert costs[range(heads), layer].sum() == sum(map(sum, exchanged(problem)))
     assert cost.of_exact() == costs[0, MENU.index("exact")] == costs.max()

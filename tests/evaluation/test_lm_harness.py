@@ -58,10 +58,8 @@ def _answers(folder, model, chat=False, batch_size=3, **arguments):
     )
     if results is None:
         return None
-    samples = {
-        task: [sample["filtered_resps"] for sample in sorted(of_task, key=lambda sample: sample["doc_id"])]
-        for task, of_task in results["samples"].items()
-    }
+    samples = {task: sorted(every, key=lambda x: x["doc_id"]) for task, every in results["samples"].items()}
+    samples = {task: [x["filtered_resps"] for x in every] for task, every in samples.items()}
     return samples, results["results"], results["config"]
 
 
@@ -71,6 +69,7 @@ def _alone(rank, folder):
     from hf_ring_attention.cli.main import main
 
     process_environment(rank, 1)
+    calibration = save_calibration(folder / "calibration.json", {0: WINDOW, 1: WINDOW})
     describe = lm_eval.evaluator.add_env_info
     answers = {
         "hf": _answers(folder, "hf", attn_implementation="sdpa"),
@@ -79,9 +78,7 @@ def _alone(rank, folder):
         WINDOW: _answers(folder, "ring_dilated", pattern=WINDOW),
         LAST: _answers(folder, "ring_dilated", pattern=LAST, batch_size=1),
         "last, in batches": _answers(folder, "ring_dilated", pattern=LAST),
-        "calibrated": _answers(
-            folder, "ring_dilated", pattern=save_calibration(folder / "calibration.json", {0: WINDOW, 1: WINDOW})
-        ),
+        "calibrated": _answers(folder, "ring_dilated", pattern=calibration),
         "command": folder / "command",
     }
     lm_eval.evaluator.add_env_info = describe

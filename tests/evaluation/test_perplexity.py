@@ -95,12 +95,11 @@ def test_it_is_the_same_on_a_ring(model_type, layout, rng):
     right = sum(own(made[0], ids) for ids in rows)
     for side in ("left", "right"):
         ids, mask = padded(rows, side)
-        reports = run_simulated(
-            lambda ring, ids=ids, mask=mask: ra.perplexity(made[ring.rank], ids, ring=ring, attention_mask=mask),
-            3,
-            layout=layout,
-        )
-        for report in reports:
+
+        def measure(ring, ids=ids, mask=mask):
+            return ra.perplexity(made[ring.rank], ids, ring=ring, attention_mask=mask)
+
+        for report in run_simulated(measure, 3, layout=layout):
             assert report.nll == pytest.approx(right, rel=EXACT) and report.tokens == 20 + 1 + 12
 
 
@@ -172,11 +171,7 @@ REFUSED = [
     ({"input_ids": [[5, 6, 7], [8, 9]]}, {}, "rows of integers of one length.*padding=True"),
     ({"input_ids": IDS, "labels": IDS}, {}, r"expected input_ids and perhaps attention_mask.*, got \['input_ids',"),
     ({"input_ids": IDS, "token_type_ids": MASK}, {}, "it scores every token of whole sequences"),
-    (
-        {"input_ids": IDS, "mm_token_type_ids": MASK, "pixel_values": None},
-        {},
-        r"got \['input_ids', 'mm_token_type_ids',",
-    ),
+    ({"input_ids": IDS, "mm_token_type_ids": MASK, "pixel_values": None}, {}, r"\['input_ids', 'mm_token_type_ids',"),
     (BATCH, {"attention_mask": MASK}, "attention_mask in the batch and another beside it"),
     (IDS.float(), {}, r"input_ids must be integers .*, got torch.float32: pass input_ids.long\(\)"),
     (IDS[:, :1], {}, r"2 tokens or more, got \(1, 1\)"),
@@ -185,11 +180,7 @@ REFUSED = [
     (IDS, {"attention_mask": MASK.float()}, "attention_mask must be integers .1 for tokens.*float32"),
     (IDS, {"attention_mask": -9 * MASK}, "1 for tokens and 0 for padding, got values from -9 to -9"),
     (IDS, {"attention_mask": MASK[:, :5]}, r"the shape of input_ids \(1, 12\), got \(1, 5\)"),
-    (
-        IDS,
-        {"attention_mask": HOLE},
-        "batch row 0 of attention_mask has padding inside: it marks 11 of the tokens 0 to 11",
-    ),
+    (IDS, {"attention_mask": HOLE}, "row 0 of attention_mask has padding inside: it marks 11 of the tokens 0 to 11"),
     (IDS, {"attention_mask": 1 - HOLE}, "no token to score"),
 ]
 

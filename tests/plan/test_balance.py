@@ -150,3 +150,9 @@ def test_layouts_that_are_chosen_or_asked_for(asked, documents, kind):
         assert decision.reason.startswith("with these documents the busiest rank does 1.")
         layout, decision = decide_layout(asked, 16384, 4, Pattern.exact(), documents, transport="heads")
         assert layout.kind == decision.choice == "zigzag", "all ranks of a head group have all of its tokens"
+
+
+def test_auto_keeps_its_pieces_where_no_others_are_more_even():
+    layout, decision = decide_layout("auto", 4, 4, Pattern.exact(), (((0, 2),),))
+    assert layout.kind == decision.choice == "zigzag"
+    assert "2.67 times the mean work in zigzag pieces, and 2.67 in pieces made for them" in decision.reason

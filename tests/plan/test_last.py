@@ -78,7 +78,8 @@ def test_pieces_that_are_longer_than_the_last_queries_are_refused():
     pattern = ra.Pattern.by_kv_head(["branches:window=4,last=3", "branches:window=4,last=7"])
 
     def call(row_len, new):
-        return problem_of(pattern, row_len, heads=(2, 2), held=HeldKeys.whole(row_len, new, row_len))
+        held = HeldKeys.whole(row_len, new, row_len)
+        return problem_of(pattern, held.layout, heads=(2, 2), held=held)
 
     for row_len, new in ((20, 1), (20, 3), (20, 20), (4, 4)):
         call(row_len, new)

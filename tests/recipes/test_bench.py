@@ -89,9 +89,7 @@ def test_peers(tables):
     ways, delays, rates = tables("peers", *words, *ONCE)
     assert len(ways) == 4 and all(min(row[1:6]) > 0 for row in ways)
     assert [row[2] > 1 for row in ways] == [False, True] * 2, "rows of one document, and packed ones"
-    assert [math.isnan(row[6]) for row in ways] == [True, False] * 2, (
-        "the zigzag is another layout of packed rows alone"
-    )
+    assert [math.isnan(row[6]) for row in ways] == [True, False] * 2, "only packed rows have another layout, the zigzag"
     assert [row[2] for row in delays] == [3, 3], "one hop forward, and two backward"
     assert delays[1][1] == pytest.approx(2 * delays[0][1], rel=0.02)
     for _, alone, both, share in rates:
@@ -116,9 +114,8 @@ def test_systems(tables):
 
 
 def test_operations(tables):
-    (rows,) = tables(
-        "operations", "--tokens", "256", "--ranks", "2", "--repeats", "2", "--pattern", "exact", "window:64"
-    )
+    words = "--tokens 256 --ranks 2 --repeats 2 --pattern exact window:64"
+    (rows,) = tables("operations", *words.split())
     assert [row[0] for row in rows[::3]] == ["exact", "window:64"] and len(rows) == 6
     for _, forward, backward, *milliseconds in rows:
         assert 0 < forward < backward
@@ -134,10 +131,8 @@ def test_masks_of_flex_attention_show_what_the_pattern_shows(text):
     for head in range(4):
         shown = mask(None, torch.tensor(head), rows[:, None], rows[None])
         for query in (0, 77, 119):
-            expected = [
-                pattern.multiplicity(query, key, head=head, num_heads=4, num_kv_heads=2) for key in rows.tolist()
-            ]
-            assert shown[query].int().tolist() == expected
+            heads = {"head": head, "num_heads": 4, "num_kv_heads": 2}
+            assert shown[query].int().tolist() == [pattern.multiplicity(query, key, **heads) for key in rows.tolist()]
     for other in ("longnet:64/1,128/2", "kv0=exact;kv1=window:4", "branches:sink=4,window=8,last=4"):
         with pytest.raises(ValueError, match="a mask"):
             speed.mask_of(ra.Pattern.parse(other), 1)
@@ -146,12 +141,8 @@ def test_masks_of_flex_attention_show_what_the_pattern_shows(text):
 def test_what_computes_something_else_has_no_row(monkeypatch):
     monkeypatch.setattr(speed, "flex", lambda *_: lambda q, k, v: speed.sdpa(q, k, v))
     rows, refused = speed.measure(speed.Shape(2, 2, 16), 256, ["window:16", "exact"], 1)
-    assert [(row["by"], row["attention"]) for row in rows] == [
-        ("sdpa", "all keys"),
-        ("ours", "window:16"),
-        ("ours", "exact"),
-        ("flex", "exact"),
-    ]
+    made = ["sdpa, all keys", "ours, window:16", "ours, exact", "flex, exact"]
+    assert [f"{row['by']}, {row['attention']}" for row in rows] == made
     assert len(refused) == 1 and refused[0].startswith("flex has no row of window:16: its relative error is ")
 
 

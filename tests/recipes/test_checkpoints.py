@@ -135,9 +135,7 @@ def test_a_checkpoint_that_was_moved_and_linked_to_is_replaced(there, tmp_path):
 
 def test_a_first_save_that_was_killed_is_told(tmp_path):
     (tmp_path / "checkpoint-3.part").mkdir()
-    with pytest.raises(
-        SystemExit, match=r"there is no whole checkpoint in .*; checkpoint-3\.part was not finished\. A run"
-    ):
+    with pytest.raises(SystemExit, match=r"no whole checkpoint in .*; checkpoint-3\.part was not finished\. A run"):
         checkpoints.last_saved(tmp_path)
     save(tmp_path, 3)
     assert checkpoints.last_saved(tmp_path) == tmp_path / "checkpoint-3"
@@ -175,18 +173,11 @@ def test_rates_of_a_run_that_goes_on_for_more_steps_are_those_of_its_schedule(ki
 
 
 def test_figures_go_on_and_facts_are_those_of_the_run_that_goes_on():
-    before = checkpoints.Figures(
-        world_size=2, steps=[{"loss": 2.0}], held_out={0: 1.5}, perplexity_before=4.5, seconds=9
-    )
+    done = {"steps": [{"loss": 2.0}], "held_out": {0: 1.5}, "perplexity_before": 4.5}
+    before = checkpoints.Figures(world_size=2, **done, seconds=9)
     after = checkpoints.Figures(world_size=1, pattern="exact", steps=[], held_out={})
     after.load_state_dict(before.state_dict())
-    assert after == {
-        "world_size": 1,
-        "pattern": "exact",
-        "steps": [{"loss": 2.0}],
-        "held_out": {0: 1.5},
-        "perplexity_before": 4.5,
-    }
+    assert after == {"world_size": 1, "pattern": "exact", **done}
 
 
 def test_a_checkpoint_named_to_the_trainer_must_be_one_and_the_last(tmp_path):

@@ -110,10 +110,7 @@ def test_sources_are_documents_with_an_end(sources, expected, here, tokenizer):
         ({"split": "test"}, r"cannot be loaded: Unknown split \"test\"\. Should be one of \['train'\]\. Name it with"),
         ({"columns": ["words"]}, "has no column 'words', but text, n, chat: name one of them with --columns"),
         ({"columns": ["n"]}, "the column 'n' of .* has int: texts are needed, or one column alone of chats"),
-        (
-            {"columns": ["text", "chat"]},
-            "the column 'chat' of .* has list: texts are needed, or one column alone of chats",
-        ),
+        ({"columns": ["text", "chat"]}, "'chat' of .* has list: texts are needed, or one column alone of chats"),
         ({"split": "train[:0]"}, "cannot be loaded: .* corresponds to no data"),
     ],
 )

@@ -30,10 +30,8 @@ def test_pictures_have_a_line_for_each_pattern(tmp_path, saved_figures):
         named = ", ".join(text.get_text() for text in axis.texts).split(", ")
         assert sorted(named) == sorted(name.replace(LONGNET, "longnet") for name in expected)
         assert "H100" in axis.get_title() and "ce674e5" in axis.get_title()
-        places = sorted(
-            picture.transFigure.inverted().transform(axis.transData.transform(text.get_position()))[1]
-            for text in axis.texts
-        )
+        to_figure = axis.transData + picture.transFigure.inverted()
+        places = sorted(to_figure.transform(text.get_position())[1] for text in axis.texts)
         height = picture.get_size_inches()[1]
         assert all(72 * height * (above - below) >= 11 for below, above in itertools.pairwise(places)), "names overlap"
 

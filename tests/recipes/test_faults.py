@@ -73,9 +73,8 @@ TRAINER |= {"--schedule": "--lr_scheduler_type"}
 def by_the_trainer(folder, output, *more):
     """What became of a run of finetune_trainer.py."""
     arguments = [TRAINER.get(word, word) for word in words(folder, output)[:-2]]
-    return launch(
-        "finetune_trainer.py", *arguments, "--disable_tqdm", "true", "--dataloader_pin_memory", "false", *more
-    )
+    quiet = ["--disable_tqdm", "true", "--dataloader_pin_memory", "false"]
+    return launch("finetune_trainer.py", *arguments, *quiet, *more)
 
 
 def losses_of_trainer(output):

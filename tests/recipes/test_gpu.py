@@ -172,9 +172,7 @@ def test_tests_that_take_too_long_are_left_out(report, monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     report.end, started = time.monotonic(), []
     start, wait = subprocess.Popen, subprocess.Popen.wait
-    monkeypatch.setattr(
-        subprocess, "Popen", lambda *args, **settings: started.append(start(*args, **settings)) or started[0]
-    )
+    monkeypatch.setattr(subprocess, "Popen", lambda *x, **y: started.append(start(*x, **y)) or started[0])
     monkeypatch.setattr(start, "wait", lambda process, seconds=None: wait(process, seconds and min(seconds, 2)))
     gpu.tests(report, str(tmp_path))
     assert started[0].returncode is not None
@@ -185,9 +183,7 @@ def test_tests_that_take_too_long_are_left_out(report, monkeypatch, tmp_path):
 
 def test_a_ring_with_other_results_is_wrong(report, monkeypatch):
     run = gpu.ra.run_simulated
-    monkeypatch.setattr(
-        gpu.ra, "run_simulated", lambda *x, **y: [[1.01 * z for z in of_rank] for of_rank in run(*x, **y)]
-    )
+    monkeypatch.setattr(gpu.ra, "run_simulated", lambda *x, **y: [[1.01 * z for z in one] for one in run(*x, **y)])
     gpu_times.ring_on_one_device(report)
     assert [row["error"] for row in report.figures["ring"]] == pytest.approx([0.01] * 3, rel=1e-3)
     assert [*report.figures["wrong"]] == [f"ring of 8, {row['name']}" for row in report.figures["ring"]]
@@ -226,15 +222,9 @@ def test_other_implementations_are_timed_where_they_are_installed(report, monkey
 def test_kernels_count_once_and_copies_not_at_all():
     events = [("aten::mm", "CPU", 5.0), ("gemm", "CUDA", 5.0), ("Memcpy DtoD (Device -> Device)", "CUDA", 3.0)]
     events += [("_forward", "CUDA", 2.0), ("Memset (Device)", "CUDA", 1.0), ("step", "CUDA", 9.0)]
-    profile = [
-        SimpleNamespace(
-            key=key,
-            device_type=getattr(DeviceType, device),
-            self_device_time_total=time,
-            is_user_annotation=key == "step",
-        )
-        for key, device, time in events
-    ]
+    names = ("key", "device_type", "self_device_time_total", "is_user_annotation")
+    entries = [(key, getattr(DeviceType, device), time, key == "step") for key, device, time in events]
+    profile = [SimpleNamespace(**dict(zip(names, entry))) for entry in entries]
     assert kernel_microseconds(profile) == 7
 
 

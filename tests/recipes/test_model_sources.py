@@ -24,9 +24,8 @@ def test_a_hub_that_is_not_reached_is_not_a_wrong_name(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "config.json").write_text("no JSON")
     for load in (common.load_tokenizer, common.load_model):
-        with pytest.raises(
-            SystemExit, match=r"of 'nobody/nothing' cannot be loaded: the hub was not reached, .*: connect"
-        ):
+        told = r"of 'nobody/nothing' cannot be loaded: the hub was not reached, .*: connect"
+        with pytest.raises(SystemExit, match=told):
             load("nobody/nothing")
         with pytest.raises(SystemExit, match=r"cannot be loaded: .* A model is a folder, a hub id"):
             load(str(tmp_path))
@@ -75,9 +74,8 @@ def test_a_model_in_the_cache_that_is_not_whole_names_the_folder_to_delete(cache
         for left, lacking in ((content[:-1], f"the end of {file.name}"), (None, file.name)):
             file.unlink() if left is None else file.write_bytes(left)
             for find in (common.model_source, common.load_model):
-                with pytest.raises(
-                    (argparse.ArgumentTypeError, SystemExit), match=f"lacks {lacking}: .*: rm -r {folder}$"
-                ):
+                told, kinds = f"lacks {lacking}: .*: rm -r {folder}$", (argparse.ArgumentTypeError, SystemExit)
+                with pytest.raises(kinds, match=told):
                     find(common.BUNDLED)
         file.write_bytes(content)
 

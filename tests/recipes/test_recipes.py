@@ -159,9 +159,8 @@ def test_finetune_learns_adapters_from_a_stream_of_chats(folder, tmp_path, monke
     shutil.rmtree(tmp_path / "run" / "checkpoint-6")
     assert "going on after step 4" in run("finetune.py", *options, "--resume")
     again = json.loads((tmp_path / "figures.json").read_text())
-    assert [step["loss"] for step in again["steps"]] == pytest.approx(
-        [step["loss"] for step in whole["steps"]], rel=1e-5
-    )
+    first, second = ([step["loss"] for step in figures["steps"]] for figures in (whole, again))
+    assert second == pytest.approx(first, rel=1e-5)
     saved = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "run")
     trained = {name for name, x in saved.named_parameters() if "lora_B" in name and bool(x.any())}
     assert len(trained) == 2 * 7  # layers, and linear layers of each
@@ -196,14 +195,16 @@ def test_finetune_takes_the_same_steps_on_two_processes(folder, bounds, tmp_path
     # One ring of one process is one ring too, but goes on with nothing else than the run had.
     options = ["--model", folder / "model", "--text", folder / "text.txt", *FINETUNE, "--output", tmp_path]
     assert "has checkpoint-3 of an earlier run" in refused("finetune.py", *options)
-    assert "other settings (lr 0.01 there and 0.02 here)" in refused(
-        "finetune.py", *options, "--resume", "--lr", "2e-2"
-    )
+    error = refused("finetune.py", *options, "--resume", "--lr", "2e-2")
+    assert "other settings (lr 0.01 there and 0.02 here)" in error
 
 
 def test_two_rings_read_what_one_accumulates(folder, bounds, tmp_path):
     finetune(folder, tmp_path, "--ranks", 1, "--accumulate", 1, processes=2)
     assert_same_steps(tmp_path, folder, bounds)
+
+
+KINDS = ("_before", "_exact_before", "_after", "_exact_after")
 
 
 def test_finetune_distills_from_exact_attention(folder, tmp_path):
@@ -222,9 +223,7 @@ def test_finetune_distills_from_exact_attention(folder, tmp_path):
         found[name] = {
             "losses": [step["loss"] for step in figures["steps"]],
             "norms": [step["grad_norm"] for step in figures["steps"]],
-            "perplexity": [
-                figures[f"perplexity{kind}"] for kind in ("_before", "_exact_before", "_after", "_exact_after")
-            ],
+            "perplexity": [figures[f"perplexity{kind}"] for kind in KINDS],
             "parameters": load_file(output / "run" / "adapter_model.safetensors"),
         }
     losses, perplexities = found["one"]["losses"], found["one"]["perplexity"]
@@ -261,7 +260,7 @@ def test_two_processes_refuse_what_they_cannot_do(folder, tmp_path):
     """Both of them, and nothing is written. More of a Trainer's are in tests/training/test_set_up.py."""
     words = ["--model", folder / "model", "--output", tmp_path / "run"]
     of_trainer = [*words[:2], "--output_dir", words[3], "--use_cpu", "true", "--text", folder / "text.txt"]
-    missing = "the size of rings was not given: --ranks 2 is one ring, --ranks 1 gives each process rows of its own"
+    missing = "the size of rings was not given: --ranks 2 is one ring, --ranks 1 gives each process rows of its"
     calls = {missing: [], "they cannot form rings of 3: --ranks 2 is one ring": ["--ranks", 3]}
     calls |= {"heads=2 needs transport='heads', got 'auto'": ["--ranks", 2, "--ring-heads", 2]}
     arguments = [("finetune", [*words, *more]) for more in calls.values()]

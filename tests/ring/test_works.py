@@ -20,6 +20,7 @@ from hf_ring_attention.ring.engine import Execution, backward_pass, forward_pass
 from hf_ring_attention.transport.transports import LocalTransport
 from tests.support.cases import case_of, check_cases, check_simulated
 from tests.support.cuda_operators import FlashAttention2
+from tests.support.live_bytes import LargestResult
 from tests.support.ranks import run_simulated
 from tests.support.tolerance import assert_exact
 
@@ -73,19 +74,6 @@ def test_tiles_of_one_head_are_views_of_all_batch_rows(rng):
     check_cases(ra.Ring(), [case])
 
 
-class Float32(TorchDispatchMode):
-    """The most float32 numbers of a result."""
-
-    most = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(x, torch.Tensor) and x.dtype == torch.float32:
-                self.most = max(self.most, x.numel())
-        return out
-
-
 @pytest.mark.parametrize(("pattern", "direct"), [("window:64", True), ("window:64+4", True), ("pyramid:64,2", False)])
 def test_windows_need_no_float32_of_whole_rows(pattern, direct, rng):
     """Nor do sinks beside them; of three tiles that share queries, results are merged in float32."""
@@ -93,10 +81,10 @@ def test_windows_need_no_float32_of_whole_rows(pattern, direct, rng):
     case = replace(drawn_case(rng, pattern, None), seq_len=tokens, num_heads=heads, num_kv_heads=1)
     q, k, v, dout = (torch.randn(1, h, tokens, 8).bfloat16() for h in (heads, 1, 1, heads))
     execution = Execution(LocalTransport(work_of(case, CpuFlash())), CpuFlash(), 0.3)
-    with Float32() as found:
+    with LargestResult(torch.float32) as found:
         saved = forward_pass(q, k, v, None, execution)
         backward_pass(dout, saved, None, execution)
-    assert (found.most < q.numel()) == direct
+    assert (found.elements < q.numel()) == direct
 
 
 class Copies(TorchDispatchMode):

@@ -2,12 +2,13 @@
 
 A case draws a model with random heads and patterns by layer and by head, rows with padding, and what happens to a cache: pieces
 of one token, of few and of many, beams, batch rows that are repeated or chosen, copies, tokens that are removed again, and
-`generate` in its ways. Logits and tokens have to equal those of the same calls with a whole cache.
+`generate` in its ways. Some caches come from a `prefill` of the first piece over a simulated ring. Logits and tokens have to
+equal those of the same calls with a whole cache.
 """
 
 import copy
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest import mock
 
 import torch
@@ -19,6 +20,7 @@ from hf_ring_attention.hf.cache import cache_argument
 from hf_ring_attention.hf.model_types import MIXERS
 
 from .cases import random_pattern_of
+from .ranks import on_ranks
 from .tiny_models import VOCAB, tiny_config, tiny_model
 from .tolerance import EXACT, distance, float64
 
@@ -55,6 +57,7 @@ class CacheCase:
         padding: of each batch row, at which tokens of all pieces.
         way: of `generate`, behind the pieces; None without it.
         few: the number of queries from which on a plan computes them.
+        ring: the ranks that begin with a prefill; 1 for none.
     """
 
     seed: int
@@ -68,6 +71,7 @@ class CacheCase:
     way: str | None
     few: int
     kernel: str
+    ring: int = 1
 
 
 def draw_cache_case(seed: int) -> CacheCase:
@@ -97,7 +101,7 @@ def draw_cache_case(seed: int) -> CacheCase:
         steps = []  # Transformers gives such ways all tokens again, whatever a cache holds.
     if hybrid and way in ("look-up", "assisted"):
         way = "greedy"
-    return CacheCase(
+    case = CacheCase(
         seed=seed,
         model_type=model_type,
         changes=changes,
@@ -110,6 +114,10 @@ def draw_cache_case(seed: int) -> CacheCase:
         few=rng.choice([64, 64, 4, 1]),
         kernel=rng.choice(["auto", "auto", "auto", "math"]),
     )
+    # Simulated ranks share one generator of samples, and a ring takes no padding between tokens.
+    if hybrid or not steps or case.padding == "right" or way in ("sampling", "several"):
+        return case
+    return replace(case, ring=rng.choice([1, 2, 4]))
 
 
 def build(case):
@@ -140,9 +148,13 @@ class Run:
             mask = (at < n - pads).long()
         self.ids, self.mask = torch.cat([self.ids, ids], 1), torch.cat([self.mask, mask], 1)
         positions = (self.mask.cumsum(1) - 1).clamp_min(0)[:, -n:]
+        padded = None if self.mask.all() and self.case.seed % 2 else self.mask
+        if self.cache is None:
+            self.cache = ra.prefill(self.model, ids, padded)
+            self.logits.append(None)
+            return
         inputs = {"position_ids": positions, "use_cache": True, **cache_argument(self.cache)}
-        inputs["attention_mask"] = None if self.mask.all() and self.case.seed % 2 else self.mask
-        self.logits.append(self.model(ids, **inputs).logits[mask.bool()])
+        self.logits.append(self.model(ids, attention_mask=padded, **inputs).logits[mask.bool()])
         self.last = n
 
     def happen(self, what, number):
@@ -212,6 +224,16 @@ class Run:
 REFUSALS = (ValueError, NotImplementedError, RuntimeError)
 
 
+def prefilled_runs(case):
+    """The calls on each rank of a ring, which begin with a prefill."""
+
+    def work(ring, model):
+        with torch.no_grad():
+            return Run(case, model, None).all(None)
+
+    return on_ranks(work, lambda: build(case), case.ring, kernel=case.kernel, layout=("auto", "zigzag")[case.seed % 2])
+
+
 def run_cache_case(case):
     """Runs a case with both caches, and returns "equal" or "refused", if both refuse it."""
     few, outcomes = mock.patch.object(pattern_layer, "FEW_QUERIES", case.few), []
@@ -222,21 +244,24 @@ def run_cache_case(case):
         config = {"config": model.config.get_text_config()} if case.model_type in MIXERS else {}
         for cache in (DynamicCache(**config), ra.PatternCache(model)):
             try:
-                outcomes.append(Run(case, model, cache).all(assistant))
+                prefilled = outcomes and case.ring > 1
+                outcomes.append(prefilled_runs(case) if prefilled else [Run(case, model, cache).all(assistant)])
             except REFUSALS as refused:
                 outcomes.append(refused)
-    expected, found = outcomes
     refusals = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
     if len(refusals) == 2:
         return "refused"
     assert not refusals, f"only one of the caches refuses it: {outcomes}"
     pieces = sum(isinstance(step, int) for step in case.steps)
     bound = {torch.float64: EXACT, torch.float32: 2e-3, torch.bfloat16: 0.2}[case.dtype]
-    for number, (x, y) in enumerate(zip(found.logits, expected.logits, strict=True)):
-        if case.dtype == torch.float64 or number < pieces:  # Rounding may choose other tokens.
-            assert x.shape == y.shape
-            error = distance(x.double(), y.double()) if x.numel() else 0.0
-            assert error <= bound, f"logits of call {number} are {error} apart"
-    if case.way is not None and case.dtype == torch.float64:
-        assert torch.equal(found.tokens, expected.tokens), "other tokens"
+    [expected], runs = outcomes
+    for found in runs:
+        for number, (x, y) in enumerate(zip(found.logits, expected.logits, strict=True)):
+            x = y if x is None else x
+            if case.dtype == torch.float64 or number < pieces:  # Rounding may choose other tokens.
+                assert x.shape == y.shape
+                error = distance(x.double(), y.double()) if x.numel() else 0.0
+                assert error <= bound, f"logits of call {number} are {error} apart"
+        if case.way is not None and case.dtype == torch.float64:
+            assert torch.equal(found.tokens, expected.tokens), "other tokens"
     return "equal" if case.dtype == torch.float64 else "rounded"

@@ -1,0 +1,275 @@
+"""`prefill` over a ring keeps the rows that later tokens can still see: the tokens and logits of one process."""
+
+import copy
+
+import pytest
+import torch
+from transformers.cache_utils import Cache
+
+import hf_ring_attention as ra
+from hf_ring_attention.hf.cache import ShardedCache, cache_argument
+from hf_ring_attention.plan.kept import count_kept
+from tests.support.probe import distance
+from tests.support.ranks import on_ranks
+from tests.support.tiny_models import VOCAB, tiny_model
+from tests.support.tolerance import EXACT
+
+DOCUMENT, QUESTION, LONG = 83, 4, 70  # tokens; from 64 on, the queries of a call are planned
+#: What `patch_config` gets, one after the other, as (pattern, layers).
+PATTERNS = {
+    "window and sinks": [("window:16+4", None)],
+    "dilated": [("branches:window=16,window=64/4,sink=2", None)],
+    "pyramid": [("pyramid:8,3,2", None)],
+    "longnet": [("longnet:16/1,64/4,all/8", None)],
+    "layers and heads": [("kv0=window:8;kv1=pyramid:4,3,2", None), ("window:12+1", [1])],
+    "exact heads": [("kv0=exact;kv1=window:16", None)],
+}
+FORCED = {"min_new_tokens": 50, "max_new_tokens": 50, "return_dict_in_generate": True, "output_logits": True}
+
+
+def ids_of(length, batch=2, seed=1):
+    return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def text(question=QUESTION, padded=False):
+    """A document with a question behind it, and their mask."""
+    ids = torch.cat([ids_of(DOCUMENT), ids_of(question, seed=2)], 1)
+    mask = torch.ones_like(ids)
+    mask[0, : 7 * padded] = 0
+    return ids, mask
+
+
+def patched(patterns, model_type="llama"):
+    model = tiny_model(model_type, "eager")
+    for pattern, layers in patterns:
+        ra.patch_config(model.config, pattern, layers)
+    return ra.patch_model(model)
+
+
+def on_models(work, patterns, world_size, model_type="llama", **settings):
+    """[work(ring, model) on each simulated rank]."""
+    return on_ranks(work, lambda: patched(patterns, model_type), world_size, **settings)
+
+
+def generate(model, ids, mask, **options):
+    output = model.generate(ids, attention_mask=mask, **{**FORCED, "do_sample": False, **options})
+    return output.sequences, torch.stack(output.logits)
+
+
+def assert_same(found, expected):
+    assert torch.equal(found[0], expected[0])
+    assert distance(found[1], expected[1]) <= EXACT
+
+
+def read_and_answer(model, padded, question, times=2):
+    """The answers to a question about a document, which is asked again and again."""
+    ids, mask = text(question, padded)
+    cache = ra.prefill(model, ids[:, :DOCUMENT], mask[:, :DOCUMENT] if padded else None)
+    assert type(cache) is ra.PatternCache and cache.get_seq_length() == DOCUMENT
+    for _ in range(times):
+        yield generate(model, ids, mask, **cache_argument(cache))
+        cache.crop(DOCUMENT - cache.get_seq_length())
+
+
+def one_process(name, padded, question):
+    return generate(patched(PATTERNS[name]), *text(question, padded), cache_implementation="dynamic")
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("question", [QUESTION, LONG])
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize(
+    ("world_size", "layout"), [(1, "auto"), (2, "contiguous"), (2, "zigzag"), (4, "zigzag"), (4, "auto")]
+)
+def test_tokens_of_one_process(world_size, layout, name, question):
+    padded = (world_size + len(name) + question) % 4 < 2
+    expected = one_process(name, padded, question)
+
+    def work(ring, model):
+        return [*read_and_answer(model, padded, question)]
+
+    for answers in on_models(work, PATTERNS[name], world_size, layout=layout):
+        for found in answers:
+            assert_same(found, expected)
+
+
+def in_a_process(rank, names):
+    ring = ra.Ring()
+    models = {name: ra.patch_model(patched(PATTERNS[name]), ring=ring) for name in names}
+    return [next(read_and_answer(model, name == "pyramid", QUESTION, 1)) for name, model in models.items()]
+
+
+def test_processes(ranks):
+    names = ["window and sinks", "pyramid", "exact heads"]
+    expected = [one_process(name, name == "pyramid", QUESTION) for name in names]
+    for answers in ranks.run(in_a_process, 2, names):
+        for found, wanted in zip(answers, expected, strict=True):
+            assert_same(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [
+        ("llama", {"num_beams": 3}),
+        ("llama", {"prefill_chunk_size": 3}),
+        ("gpt_oss", {}),  # logits of sinks
+        ("gemma2", {}),  # the model's own windows, softcap
+        ("gemma3n_text", {}),  # layers that take the keys of others
+    ],
+)
+def test_beams_pieces_and_other_models(model_type, options):
+    patterns, (ids, mask) = [("window:8+2", None)], text(5)
+    ways = {"num_beams": options.get("num_beams", 1), "max_new_tokens": 12, "min_new_tokens": 12}
+    expected = generate(patched(patterns, model_type), ids, mask, use_cache=False, **ways)
+
+    def work(ring, model):
+        cache = ra.prefill(model, ids[:, :DOCUMENT])
+        assert type(cache) is ra.PatternCache
+        cache.batch_repeat_interleave(ways["num_beams"])
+        return generate(model, ids, mask, **cache_argument(cache), **ways | options)
+
+    for found in on_models(work, patterns, 2, model_type):
+        assert_same(found, expected)
+
+
+# ---- rows and bytes
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_share_the_rows_that_can_be_seen(world_size, name):
+    """Together they hold each row once, and a step moves the results of the heads, as with every row."""
+
+    def work(ring, model):
+        rows = []
+        for options in ({}, {"cache_implementation": "dynamic"}):
+            cache = ra.prefill(model, ids_of(DOCUMENT), **options)
+            ring.reset_traffic()
+            if not options:
+                tables = [rows.table for layer in cache.layers for rows in layer.rows]
+                kept = [(x.pattern, x.phases.tolist(), (x.positions >= 0).sum(-1)[0].tolist()) for x in tables]
+            model(ids_of(1), **cache_argument(cache))
+            traffic = ring.traffic()
+            rows.append((traffic.sent_bytes, traffic.received_bytes, traffic.hops))
+        assert type(cache) is ShardedCache
+        return kept, rows, model.config
+
+    found = on_models(work, PATTERNS[name], world_size)
+    for (pattern, phases, _), *counts in zip(found[0][0], *(kept for kept, *_ in found)):
+        together = [sum(heads) for heads in zip(*(rows for *_, rows in counts))]
+        assert together == [count_kept(pattern, head, DOCUMENT) for head in phases]
+    config = found[0][2]
+    moved = config.num_hidden_layers * 2 * config.num_attention_heads * (config.head_dim + 1) * 8 * (world_size - 1)
+    assert all(now == whole == (moved, moved, config.num_hidden_layers) for _, (now, whole), _ in found)
+
+
+@torch.no_grad()
+def test_memory_is_flat_over_many_tokens():
+    """A rank keeps the rows of the document that a question sees, and later rows as long as they are seen."""
+
+    def work(ring, model):
+        cache, sizes = ra.prefill(model, ids_of(40, 1)), []
+        for n in range(200):
+            model.model(ids_of(1, 1), position_ids=torch.tensor([[40 + n]]), use_cache=True, **cache_argument(cache))
+            sizes.append(cache.nbytes)
+        return cache.num_rows, sizes
+
+    (first, sizes), (last, more) = on_models(work, [("window:8+2", None)], 2)
+    assert (first, last) == (
+        2,
+        2 * 8 - 1,
+    )  # the sinks; a window of the document, without the next token, and the last window
+    assert len({*sizes}) == 1 and len({*more[20:]}) == 1
+
+
+# ---- lengths, and refusals
+
+
+def test_lengths_that_crop_goes_back_to():
+    ids = ids_of(100)
+
+    def work(ring, model):
+        whole = model(ids, use_cache=False).logits
+        cache = ra.prefill(model, ids[:, :60])
+
+        def read(start, stop):
+            logits = model(ids[:, start:stop], use_cache=True, **cache_argument(cache)).logits
+            assert distance(logits, whole[:, start:stop]) <= EXACT
+
+        read(60, 70)
+        cache.crop(-4)  # tokens of the last call
+        for n in range(66, 90):
+            read(n, n + 1)
+        for length in (59, 61, 88):
+            with pytest.raises(
+                ValueError, match=f"rows that {length} tokens see were dropped, of 90 tokens: call cache"
+            ):
+                cache.crop(length)
+        kept = copy.deepcopy(cache)
+        cache.crop(60)
+        read(60, 61)
+        cache = kept
+        cache.activate_past_recording()
+        read(90, 95)
+        read(95, 96)
+        cache.crop(91)
+        read(91, 100)
+
+    with torch.no_grad():
+        on_models(work, PATTERNS["window and sinks"], 2, layout="zigzag")
+
+
+@torch.no_grad()
+def test_what_is_refused_on_every_rank():
+    ids, mask = text()
+
+    def work(ring, model):
+        cache = ra.prefill(model, ids[:, :DOCUMENT])
+        with pytest.raises(ValueError, match=r"make another one with ra\.prefill"):
+            cache.reset()
+        with pytest.raises(ValueError, match="cache_implementation must be None or 'dynamic', got 'static'"):
+            ra.prefill(model, ids, cache_implementation="static")
+        with pytest.raises(ValueError, match="disagree on cache_implementation"):
+            ra.prefill(model, ids, cache_implementation=[None, "dynamic"][ring.rank])
+        for name, rows, hidden, said in (
+            ("tokens", ids[:, DOCUMENT:] + ring.rank, None, "disagree on input_ids"),
+            (
+                "rows",
+                ids[: 1 + ring.rank, DOCUMENT:],
+                None,
+                "holds 2 batch rows, and 1 came|refused the call: .* and 1 came",
+            ),
+            ("padding", ids[:, DOCUMENT:], DOCUMENT - 1, "hides other tokens than before"),
+            ("padding inside", ids[:, DOCUMENT:], DOCUMENT + 1, "padding inside a document"),
+        ):
+            masked = mask.clone()
+            masked[0, slice(None, 0) if hidden is None else hidden] = 0
+            with pytest.raises(ValueError, match=said):
+                model(rows, attention_mask=masked[: len(rows)], use_cache=True, **cache_argument(cache))
+            assert cache.get_seq_length() == DOCUMENT, name
+        found = model(ids[:, DOCUMENT:], use_cache=True, **cache_argument(cache)).logits
+        assert distance(found, model(ids, use_cache=False).logits[:, DOCUMENT:]) <= EXACT
+        ra.patch_model(model)
+        with pytest.raises(ValueError, match="2 ranks share the PatternCache, and the model's ring has 1"):
+            model(ids[:, -1:], use_cache=True, **cache_argument(cache))
+
+    on_models(work, PATTERNS["window and sinks"], 2)
+
+
+@torch.no_grad()
+def test_an_error_of_one_rank_ends_the_call_on_all():
+    def work(ring, model):
+        cache = ra.prefill(model, ids_of(DOCUMENT))
+        if ring.rank == 1:
+            cache.layers[0].rows[0].views = []
+        with pytest.raises((IndexError, ValueError), match="list index out of range"):
+            model(ids_of(1), use_cache=True, **cache_argument(cache))
+
+    on_models(work, PATTERNS["window and sinks"], 2, timeout=60)
+
+
+@pytest.mark.parametrize(("pattern", "kind"), [("exact", ShardedCache), ("branches:window=4,last=3", ShardedCache)])
+def test_patterns_that_drop_no_key_keep_the_whole_shard(pattern, kind):
+    cache = ra.prefill(patched([(pattern, None)]), ids_of(20))
+    assert type(cache) is kind and isinstance(cache, Cache)
