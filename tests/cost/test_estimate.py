@@ -428,6 +428,25 @@ def test_the_resident_set_of_the_largest_question_is_small(folder):
     assert int((folder / "held").read_text()) < 400 * 10**6
 
 
+def test_options_are_named_once_and_only_if_the_step_does_not_fit(folder, capsys):
+    words = f"estimate --model {folder} --tokens 256k --no-checkpointing --devices 4 --ranks 2 --memory"
+    known = vars(cli.command_parser().parse_args(f"{words} 1GB".split())).keys()
+    line = r"^with --(?:no-)?([a-z-]+)(?: \S+)?: \S+ \S+ less, (?:and it fits|which is not enough)"
+    for memory, fits in (("20GB", False), ("999TB", True)):
+        assert not ended(f"{words} {memory}")
+        named = re.findall(line, printed := capsys.readouterr().out, re.MULTILINE)
+        assert len({*named}) == len(named) == printed.count("with --") and {x.replace("-", "_") for x in named} <= known
+        assert named == [] if fits else {"checkpointing", "offload", "ranks"} <= {*named}
+
+
+def test_ranks_without_devices_are_a_ring_of_all_devices(folder, capsys):
+    printed = []
+    for words in ("--ranks 4", "--devices 4", "--devices 4 --ranks 4", "--devices 4 --ranks 2"):
+        assert not ended(f"estimate --model {folder} --tokens 64k {words} --json")
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] == printed[2] != printed[3]
+
+
 def test_the_table_says_all_and_the_picture_is_drawn(folder, capsys, saved_figures, monkeypatch):
     matplotlib = pytest.importorskip("matplotlib")
     monkeypatch.setitem(matplotlib.rcParams, "axes.prop_cycle", matplotlib.cycler(color="rgb"))
