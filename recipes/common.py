@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -35,6 +36,7 @@ BUNDLED = "smollm2-135m"
 FOUR_BITS = f"{BUNDLED} is SmolLM2-135M-Instruct from a 4-bit file (Q4_1): the model on the hub has other figures"
 TRUST_HELP = "run the Python code that the model's folder or hub repository brings; read it first"
 MODEL_HELP = f"folder or hub id of a causal language model, or {BUNDLED}"
+ADAPTED_HELP = f"folder or hub id of a causal language model, folder with LoRA adapters, or {BUNDLED}"
 LORA_HELP = "train adapters of this rank beside all linear layers, and nothing else; 0: all weights"
 
 
@@ -81,7 +83,10 @@ def model_source(text: str) -> str:
         if why := obstacle():
             raise argparse.ArgumentTypeError(why)
     elif Path(text).is_dir():
-        if not (Path(text) / "config.json").is_file():
+        if has_adapters(text):
+            if missing := missing_extra("peft"):
+                raise argparse.ArgumentTypeError(f"the folder {text!r} has adapters: it {missing}")
+        elif not (Path(text) / "config.json").is_file():
             raise argparse.ArgumentTypeError(f"the folder {text!r} holds no model: there is no config.json in it")
     elif Path(text).exists() or not re.fullmatch("[^/.][^/]*(/[^/.][^/]*)?", text):
         raise argparse.ArgumentTypeError(
@@ -90,9 +95,30 @@ def model_source(text: str) -> str:
     return text
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def has_adapters(model: str) -> bool:
+    """Whether this is a folder with LoRA adapters, which name their model, and not the folder of a model."""
+    return (Path(model) / "adapter_config.json").is_file() and not (Path(model) / "config.json").is_file()
+
+
+def adapters_of(folder: str) -> tuple[str, dict[str, Any] | None]:
+    """Returns the name of the model that a folder has adapters for, and the settings of their pattern, if it is saved there."""
+    saved = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
+    return saved["base_model_name_or_path"], (saved.get("auto_mapping") or {}).get("ring_dilated")
+
+
+def model_to_train(text: str) -> str:
+    """Reads the name of a model as `model_source`; one with adapters must be merged before it is trained."""
+    if has_adapters(text):
+        raise argparse.ArgumentTypeError(
+            f"the folder {text!r} has adapters: merge them with recipes/merge.py, and train the result"
+        )
+    return model_source(text)
+
+
+def add_model(parser: argparse.ArgumentParser, *, train: bool = False) -> None:
     """Adds the options that name a model, and allow it to bring code."""
-    parser.add_argument("--model", type=model_source, default=BUNDLED, help=f"{MODEL_HELP} (default {BUNDLED})")
+    kind, text = (model_to_train, MODEL_HELP) if train else (model_source, ADAPTED_HELP)
+    parser.add_argument("--model", type=kind, default=BUNDLED, help=f"{text} (default {BUNDLED})")
     parser.add_argument("--trust-remote-code", action="store_true", help=TRUST_HELP)
 
 
@@ -168,11 +194,23 @@ def load_tokenizer(model: str = BUNDLED, *, trust: bool = False) -> PreTrainedTo
 
 
 def load_model(model: str = BUNDLED, dtype: torch.dtype = torch.float32, *, trust: bool = False) -> PreTrainedModel:
-    """Returns the causal language model of a `model_source`, under "ring_dilated"; `trust` is as for its tokenizer."""
+    """Returns the causal language model of a `model_source`, under "ring_dilated"; `trust` is as for its tokenizer.
+
+    Transformers loads adapters with their model, which gets the pattern that was saved with them.
+    """
     disable_progress_bar()
     with _loading("model", model) as source:
         options = {"attn_implementation": "ring_dilated", "dtype": dtype}
-        return AutoModelForCausalLM.from_pretrained(source, **options, trust_remote_code=trust)
+        loaded = AutoModelForCausalLM.from_pretrained(source, **options, trust_remote_code=trust)
+    if has_adapters(model):
+        set_pattern(loaded, adapters_of(model)[1])
+    return loaded
+
+
+def set_pattern(model: PreTrainedModel, settings: dict[str, Any] | None) -> None:
+    """Gives a model the settings of a pattern that were saved with its adapters, if there were any."""
+    if settings is not None:
+        model.config.get_text_config().ring_dilated = settings
 
 
 def check_heads(model: str, pattern: ra.Pattern | ra.Calibration, *, trust: bool = False) -> bool:
@@ -182,8 +220,9 @@ def check_heads(model: str, pattern: ra.Pattern | ra.Calibration, *, trust: bool
         Whether the pattern replaces another one, with which the model was saved.
     """
     with _loading("config", model) as source:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
-    saved = getattr(config.get_text_config(), "ring_dilated", None)
+        base, saved = adapters_of(source) if has_adapters(source) else (source, None)
+        config = AutoConfig.from_pretrained(base, trust_remote_code=trust)
+    saved = saved or getattr(config.get_text_config(), "ring_dilated", None)
     try:
         ra.patch_config(config, pattern)
     except (NotImplementedError, ValueError) as error:
@@ -217,14 +256,13 @@ def add_lora(model: PreTrainedModel, rank: int) -> PreTrainedModel:
     return get_peft_model(model, config)
 
 
-def report_saved(folder: Path | str, pattern: str, lora: int) -> None:
-    """Prints the folder of a model, and how to load adapters, which know the name of their model but not its pattern."""
+def report_saved(folder: Path | str, lora: int) -> None:
+    """Prints the folder of a model, and how to use adapters, which know the name of their model and their pattern."""
     print(f"saved to {folder}")
     if lora:
-        loaded = f"ra.Calibration.load('{pattern}')" if pattern.endswith(".json") else f"'{pattern}'"
         print(
-            f"{folder} has adapters alone; to use them: model = peft.AutoPeftModelForCausalLM.from_pretrained('{folder}'); "
-            f"ra.patch_model(model, {loaded})"
+            f"{folder} has adapters only: ask.py, perplexity.py and retrieval.py take it as --model; for a whole model: "
+            f"python recipes/merge.py --model {folder} --output FOLDER"
         )
 
 

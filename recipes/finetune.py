@@ -49,7 +49,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     parser = HfArgumentParser(
         documents.Sources, usage="%(prog)s [option ...]", description=__doc__, formatter_class=Help
     )
-    common.add_model(parser)
+    common.add_model(parser, train=True)
     parser.add_argument("--pattern", type=pattern_source, default="exact", help=f"{PATTERN_HELP} (default exact)")
     shared = "processes that share a row: all of them for one ring, 1 for rows of their own; several processes need it"
     parser.add_argument("--ranks", type=at_least(1), help=shared)
@@ -320,7 +320,7 @@ class Run:
             with checkpoints.writing("the model", output, remedy):
                 self.raw_model.save_pretrained(output, state_dict=weights)
                 tokenizer.save_pretrained(output)
-            common.report_saved(output, args.pattern, args.lora)
+            common.report_saved(output, args.lora)
             if args.json:
                 checkpoints.write_text(args.json, json.dumps(self.figures))
         self.accelerator.wait_for_everyone()

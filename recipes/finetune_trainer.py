@@ -59,7 +59,7 @@ def parse_args(argv=None) -> tuple[Arguments, TrainingArguments]:
     )
     words = renamed(parser, argv, seq_len="tokens", ring_size="ranks")
     args, training = parser.parse_args_into_dataclasses(words)
-    check(parser, "--model", common.model_source, args.model)
+    check(parser, "--model", common.model_to_train, args.model)
     check(parser, "--pattern", pattern_source, args.pattern)
     documents.check_arguments(parser, args)
     check(parser, "--lora", at_least(0), args.lora)
@@ -143,7 +143,7 @@ def train(args: Arguments, training: TrainingArguments) -> None:
         trainer.save_model()
     common.report_memory(trainer.accelerator)
     if trainer.is_world_process_zero():
-        common.report_saved(training.output_dir, args.pattern, args.lora)
+        common.report_saved(training.output_dir, args.lora)
     trainer.accelerator.end_training()
 
 

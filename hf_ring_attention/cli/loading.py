@@ -11,6 +11,7 @@ from accelerate.utils import parse_flag_from_env
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
+from ..hf.patch import take_pattern_of_adapters
 from ..hf.registration import IMPLEMENTATION
 from ..ring.ring import Ring
 
@@ -34,9 +35,14 @@ def load_tokenizer(source: str, trust: bool) -> Any:
 
 
 def load_model(source: str, dtype: str, device: Any, trust: bool) -> Any:
-    """Returns the causal language model of a folder or hub id on a device, with the attention "ring_dilated"."""
+    """Returns the causal language model of a folder or hub id on a device, with the attention "ring_dilated".
+
+    Transformers loads a folder of adapters with their model, which then gets the pattern of the adapters.
+    """
     settings = {"attn_implementation": IMPLEMENTATION, "dtype": getattr(torch, dtype), "trust_remote_code": trust}
-    return _loaded(AutoModelForCausalLM, source, **settings).to(device)
+    model = _loaded(AutoModelForCausalLM, source, **settings).to(device)
+    take_pattern_of_adapters(getattr(model, "peft_config", {}), model.config)
+    return model
 
 
 def _loaded(kind: Any, source: str, **settings: Any) -> Any:

@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from ..hf.config import PatternsOfLayers, layer_pattern, patch_config
 from ..hf.model_types import MIXER_LAYERS, MIXERS
+from ..hf.patch import take_pattern_of_adapters
 from ..plan.branches import Branch, Segment, Window
 from ..plan.patterns import Pattern
 from ..plan.state_runs import StateNumbers, delta_rule_sums, selective_sums, state_space_sums
@@ -43,8 +44,13 @@ _GATHERED = {"minimax": False, "recurrent_gemma": True}
 
 
 def load_config(model: str, *, trust: bool = False) -> PretrainedConfig:
-    """Returns the config of a folder with a config.json, of that file, or of a hub id; `trust` lets the model's code run."""
+    """Returns the config of a folder with a config.json, of that file, or of a hub id; `trust` lets the model's code run.
+
+    For a folder with adapters of PEFT, it is their model's config with the pattern that they were trained under.
+    """
     if Path(model).is_dir() and not Path(model, "config.json").is_file():
+        if Path(model, "adapter_config.json").is_file():
+            return _adapted_config(model, trust)
         raise ValueError(f"the folder {model!r} has no config.json: name the folder of a model")
     try:
         _check_counts(PretrainedConfig.get_config_dict(model)[0])
@@ -56,6 +62,17 @@ def load_config(model: str, *, trust: bool = False) -> PretrainedConfig:
         elif "trust_remote_code" in str(error):
             reason = f"{model!r} brings code of its own: read it, and pass --trust-remote-code if you trust it"
         raise ValueError(reason) from error
+    return config
+
+
+def _adapted_config(folder: str, trust: bool) -> PretrainedConfig:
+    try:
+        from peft import PeftConfig
+    except ModuleNotFoundError:
+        raise ValueError(f"the folder {folder!r} has adapters, which need PEFT: pip install peft") from None
+    adapter = PeftConfig.from_pretrained(folder)
+    config = load_config(str(adapter.base_model_name_or_path), trust=trust)
+    take_pattern_of_adapters({"default": adapter}, config)
     return config
 
 

@@ -99,6 +99,12 @@ def _trained_under(adapters: Mapping[str, Any], config: PretrainedConfig) -> dic
     return {name: read_patterns(x, config, f"adapter {name!r}") for name, x in saved.items() if x is not None}
 
 
+def take_pattern_of_adapters(adapters: Mapping[str, Any], config: PretrainedConfig) -> None:
+    """Stores the pattern that was saved with adapters, if one was, in the config of their model."""
+    for patterns in _trained_under(adapters, config.get_text_config()).values():
+        patterns.set_in(config)
+
+
 def _adapters_of(model: nn.Module) -> Mapping[str, Any]:
     """Returns PEFT's configs of a model's adapters by their names, whether PEFT or Transformers has added them."""
     found = (getattr(module, "peft_config", None) for module in wrapped_modules(model))

@@ -14,8 +14,9 @@ from packaging.version import Version
 from torch.distributed import HashStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, LlamaConfig
 
+import hf_ring_attention as ra
 from hf_ring_attention.cli import main as cli
 from hf_ring_attention.cli.checks import model as checks_of_model
 from hf_ring_attention.cli.checks import runner
@@ -119,6 +120,14 @@ def test_types_that_are_skipped_and_sizes_that_must_fit(model_type, changes, che
     found = verdicts(printed)[0]
     assert (status, found[check][0]) == (0, verdict) and text in found[check][1], printed
     assert model_type == "dory" or found["train step"][0] == "ok"
+
+
+def test_patterns_of_layers_are_named_as_not_checked(tmp_path, alone):
+    config = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, hidden_size=32, intermediate_size=32)
+    ra.patch_config(config, ["window:8", "exact"]).save_pretrained(tmp_path)
+    unchecked = "the patterns of 2 layers in its config are not checked"
+    assert unchecked in verdicts(alone("--model", tmp_path)[1])[0]["model"][1]
+    assert unchecked not in verdicts(alone("--model", tmp_path, "--pattern", "window:8")[1])[0]["model"][1]
 
 
 LATE = ("--timeout", str(SECONDS))

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, PretrainedConfig
 
 from ...cost.models import load_config
 from ...hf.cache import cache_argument, prefill
-from ...hf.config import fewest_last_of, layer_pattern
+from ...hf.config import fewest_last_of, layer_pattern, patterns_of_layers
 from ...hf.model_types import MIXERS
 from ...hf.models import why_not
 from ...hf.patch import patch_model
@@ -50,8 +50,10 @@ def measure_config(run: CheckRun) -> dict[str, Any]:
 def judge_config(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
     """Returns the model's type, dtype and pattern."""
     own, model = answers[0], run.options.model
+    of_layers = len(patterns_of_layers(run.facts["config"].get_text_config())) * (run.options.pattern is None)
+    unchecked = f"; the patterns of {of_layers} layers in its config are not checked" if of_layers else ""
     name = f"no --model: a tiny {own['type']}" if model is None else f"{model}: {own['type']} of {own['layers']} layers"
-    return Verdict("ok", f"{name}, {own['dtype']}, pattern {own['pattern']}")
+    return Verdict("ok", f"{name}, {own['dtype']}, pattern {own['pattern']}{unchecked}")
 
 
 def measure_train_step(run: CheckRun) -> dict[str, Any]:
