@@ -33,7 +33,7 @@ LONGEST = 400  # lines
 #: the choice of a kernel, its proof, also on disk, cuDNN and packed rows in place; 250 of hidden states and logits that are
 #: formed when they are used; 400 of streams, schedules and references over rings, ranks that wait or differ; 1,480 of caches
 #: that hold only rows that a pattern can still see.
-MOST_LINES = 23_740
+MOST_LINES = 23_780
 
 #: Every .py file, by its module name inside the package.
 SOURCES = {

@@ -39,6 +39,7 @@ def add_perplexity(parser: Parser) -> None:
     text = "Context lengths: texts are cut into windows of each."
     add("--lengths", metavar="N,N,...", type=comma_list(token_count(2)), help=text)
     add("--stride", metavar="N", type=token_count(), help="With --lengths: windows advance by so many tokens.")
+    parser.add_picture("--plot", "Draw perplexity by length.")
     parser.add_trust()
     parser.add_choice("--dtype", ("float32", "bfloat16", "float16"), "Type of numbers", "float32")
     parser.add_json()
@@ -52,7 +53,7 @@ def perplexity_command(args: Namespace) -> None:
 
     Examples:
       hf-ring-attention perplexity HuggingFaceTB/SmolLM2-135M book.txt
-      hf-ring-attention perplexity ./folder *.txt --lengths 1k,4k,16k \\
+      hf-ring-attention perplexity ./folder *.txt --lengths 1k,4k,16k --plot a.png \\
           --pattern exact --pattern window:512+4 --pattern calibration.json
       hf-ring-attention perplexity ./folder book.txt --lengths 4k --stride 512 \\
           --tokens 64k --json
@@ -67,6 +68,8 @@ def perplexity_command(args: Namespace) -> None:
     config = checked("MODEL", load_config, args.model, trust=trust)
     if args.stride is not None and not (args.lengths and args.stride <= min(lengths)):
         raise Refusal(f"it needs --lengths, and may be at most the shortest of them, got {args.stride}", "--stride")
+    if args.plot is not None and len(lengths) == 1:
+        raise Refusal("it needs two or more --lengths", "--plot")
     with stdout_left_alone() if args.json else nullcontext():
         ring, device = ring_of_processes()
         tokenizer = checked("MODEL", load_tokenizer, args.model, trust)
@@ -79,6 +82,10 @@ def perplexity_command(args: Namespace) -> None:
         checked("--lengths" if args.lengths else "--tokens", check_positions, config, longest)
         model = checked("MODEL", load_model, args.model, args.dtype, device, trust)
         rows = _measured(args, model, texts, lengths, ring)
+    if ring.rank == 0 and args.plot is not None:
+        from .plots import plot_perplexities  # It imports matplotlib.
+
+        plot_perplexities(rows, args.plot)
     if ring.rank == 0 and args.json:
         setting = {"model": args.model, "dtype": args.dtype, "processes": ring.world_size}
         print(json.dumps({**setting, "rows": rows}, indent=1))
