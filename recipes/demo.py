@@ -9,9 +9,9 @@
 5. Fine-tuning with a pattern, beside exact attention.
 6. A short calibration, which chooses a pattern for each head, beside a window at the same cost, if there is time.
 
-It writes every figure to demo/demo.json; pictures to demo/patterns.png (who attends to whom), demo/quality.png (perplexity
-against FLOPs), demo/losses.png (loss along the text) and demo/retrieval.png (pass keys); and from part 6
-demo/calibrated, whose calibration.json other recipes take as --pattern, with its picture demo/layers.png.
+It writes every figure to demo/demo.json; pictures to demo/speed.png (part 1), demo/patterns.png (who attends to whom),
+demo/quality.png (perplexity against FLOPs), demo/losses.png (loss along the text) and demo/retrieval.png (pass keys); and
+from part 6 demo/calibrated, whose calibration.json other recipes take as --pattern, with its picture demo/layers.png.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import perplexity
 import torch
 from arguments import at_least, missing_extra, positive, token_count
 from bench.timing import renamed
-from pictures import plot_losses, plot_quality
+from pictures import plot_layer, plot_losses, plot_quality
 
 import hf_ring_attention as ra
 
@@ -132,6 +132,8 @@ class Demo:
         )
         words = ("layer.py", "--tokens", str(tokens), "--pattern", WINDOW)
         self.figures["layer"] = [*run(*words), *run(*words, processes=2)]
+        plot_layer(self.figures["layer"], tokens, self.args.output / "speed.png")
+        print(f"the same as a picture: {self.args.output / 'speed.png'}", flush=True)
 
     def perplexities(self) -> None:
         tokens, output = self.args.tokens, self.args.output

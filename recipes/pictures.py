@@ -1,12 +1,26 @@
-"""The pictures of the demo and of perplexity.py: losses along a document, and the quality that patterns keep."""
+"""The pictures of the recipes: a ring, quality against cost, losses along a document, seconds and memory.
+
+Those of the guides:   python recipes/pictures.py recipes/pictures
+
+This draws whole_rows.png, and decoding.png from bench/decoding.json. Lines differ by markers and dashes, not only by colour.
+"""
 
 from __future__ import annotations
 
+import argparse
+import itertools
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+import hf_ring_attention as ra
+
+#: Markers and dashes of lines, in turn.
+STYLES = [{"marker": marker, "linestyle": dashes} for marker, dashes in zip("osv^DX", ("-", "--", "-.", ":") * 2)]
+OWN, OTHERS = "#2f5d9e", "#e4e6ea"
 
 
 def _figure(width: float, height: float) -> Any:
@@ -36,39 +50,84 @@ def plot_losses(losses: Mapping[str, Sequence[float]], path: Path, window: int =
     figure.savefig(path, dpi=120)
 
 
+def _name_of(pattern: str) -> str:
+    """Returns a short name: a pattern's text, or the folder of a calibration's file."""
+    return Path(pattern).parent.name or Path(pattern).stem if pattern.endswith(".json") else pattern
+
+
+def _kind_of(pattern: str) -> str:
+    """Returns the kind of a pattern; its patterns are a line: windows, windows with sinks, calibrations and others."""
+    kind = "calibrations" if pattern.endswith(".json") else pattern.partition(":")[0]
+    return "windows and sinks" if kind == "window" and "+" in pattern else kind
+
+
 def plot_quality(figures: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draws the perplexity of each pattern against its share of exact attention's FLOPs."""
-    figure = _figure(7.5, 4.8)
-    axis = figure.subplots()
-    for row in figures:
-        point = (row["flop_share"], row["perplexity"])
-        axis.scatter(*zip(point), color="C0")
-        axis.annotate(row["pattern"], point, xytext=(5, 5), textcoords="offset points", fontsize=8)
-    axis.set_xscale("log")
-    axis.margins(x=0.25, y=0.15)
-    shares = [digit * 10.0**power for power in range(-6, 1) for digit in (1, 2, 3, 5)]
-    axis.set_xticks([share for share in shares if axis.get_xlim()[0] <= share <= 1])
-    axis.xaxis.set_major_formatter(lambda share, _: f"{100 * share:g}%")
-    axis.minorticks_off()
-    axis.set_xlabel("attention FLOPs, as a share of exact attention's (log scale)")
-    axis.set_ylabel("perplexity")
+    """Draws the perplexity of each pattern against its share of exact attention's FLOPs, a line for each kind of pattern."""
+    from matplotlib.transforms import Bbox
+
+    figure = _figure(8, 4.6)
+    axis, named = figure.subplots(), []
+    for number, kind in enumerate(dict.fromkeys(_kind_of(row["pattern"]) for row in figures)):
+        rows = [row for row in figures if _kind_of(row["pattern"]) == kind]
+        points = sorted((row["flop_share"], row["perplexity"], _name_of(row["pattern"])) for row in rows)
+        axis.plot(*list(zip(*points))[:2], label=kind, **STYLES[number % len(STYLES)])
+        named += [(*point, kind == "calibrations") for point in points]
+    axis.set_xlim(0, 1.04)
+    axis.margins(y=0.1)
+    axis.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    axis.set_xlabel("attention FLOPs, as a share of exact attention's", fontsize=11)
+    axis.set_ylabel("perplexity", fontsize=11)
     axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=10, frameon=False)
+    figure.draw_without_rendering()  # Now the places of points are known.
+    taken = [Bbox.from_bounds(*axis.transData.transform(point[:2]) - 4, 8, 8) for point in named]
+    for *point, name, below in named:
+        text = axis.annotate(name, point, (0, 0), textcoords="offset points", fontsize=10)
+        for side, height in itertools.product((6, -6), (-16, 5, -31, 20) if below else (5, -16, 20, -31)):
+            text.set(position=(side, height), ha="left" if side > 0 else "right")
+            box = text.get_window_extent()
+            if axis.bbox.contains(*box.min) and axis.bbox.contains(*box.max) and not box.count_overlaps(taken):
+                break
+        if abs(height) > 16:
+            axis.annotate(
+                "", point, (side, height), textcoords="offset points", arrowprops={"arrowstyle": "-", "lw": 0.5}
+            )
+        taken.append(text.get_window_extent())
+    figure.savefig(path, dpi=100)
+
+
+def plot_layer(rows: Sequence[Mapping[str, Any]], tokens: int, path: Path) -> None:
+    """Draws the seconds and the MiB of layer.py as bars, with their numbers."""
+    figure = _figure(8, 0.9 + 0.42 * len(rows))
+    axes = figure.subplots(1, 2, sharey=True)
+    names = [f"{row['attention']}, {row['processes']} process" + "es" * (row["processes"] > 1) for row in rows]
+    columns = ("seconds", "seconds", 1, 2), ("MiB of a process", "bytes", 2**20, 0)
+    for axis, (label, name, unit, digits) in zip(axes, columns):
+        bars = axis.barh(names, [row[name] / unit for row in rows], color=OTHERS, edgecolor="black", hatch="//")
+        axis.bar_label(bars, fmt=f"%.{digits}f", padding=3)
+        axis.set_xlabel(label, fontsize=11)
+        axis.margins(x=0.2)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].invert_yaxis()
+    figure.suptitle(f"attention of {tokens} tokens, forward and backward", fontsize=11)
+    figure.savefig(path, dpi=100)
 
 
 def plot_decoding(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draws the milliseconds of a token and the MiB of the cache by the tokens in it, a line for each attention."""
-    figure = _figure(9, 4)
+    figure = _figure(8, 4)
     axes = figure.subplots(1, 2)
-    for name in dict.fromkeys(row["attention"] for row in rows):
+    for number, name in enumerate(dict.fromkeys(row["attention"] for row in rows)):
         own = [row for row in rows if row["attention"] == name]
         tokens = [row["tokens"] for row in own]
-        axes[0].plot(
-            tokens, [row["ms"] for row in own], marker="o", label=Path(name).stem if name.endswith(".json") else name
-        )
-        axes[1].plot(tokens, [row["bytes"] / 2**20 for row in own], marker="o")
+        style = STYLES[number % len(STYLES)] | {"color": f"C{number}", "markerfacecolor": "none"}
+        label = Path(name).stem if name.endswith(".json") else name
+        axes[0].plot(tokens, [row["ms"] for row in own], label=label, **style)
+        axes[1].plot(tokens, [row["bytes"] / 2**20 for row in own], **style)
     for axis, label in zip(axes, ("milliseconds of a token", "MiB of the cache")):
-        axis.set(xscale="log", yscale="log", xlabel="tokens in the cache", ylabel=label)
+        axis.set(xscale="log", yscale="log")
+        axis.set_xlabel("tokens in the cache", fontsize=11)
+        axis.set_ylabel(label, fontsize=11)
         axis.set_xticks(sorted({row["tokens"] for row in rows}))
         axis.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}k")
         low, high = axis.get_ylim()
@@ -77,5 +136,65 @@ def plot_decoding(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         axis.yaxis.set_major_formatter(lambda number, _: f"{number:g}")
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=4, fontsize=9, frameon=False)
-    figure.savefig(path, dpi=120)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=11, frameon=False)
+    figure.savefig(path, dpi=100)
+
+
+def plot_whole_rows(path: Path, ranks: int = 4) -> None:
+    """Draws a call of a model over a ring: whole rows in, cut before the decoder, joined behind it, whole results out."""
+    from matplotlib.patches import Rectangle
+
+    pieces = range(2 * ranks)
+    layout = ra.explain("exact", seq_len=len(pieces), world_size=ranks, num_heads=1, head_dim=1).layout
+    figure = _figure(8, 1.2 + 0.7 * ranks)
+    axis = figure.subplots()
+
+    def row(left: float, rank: int, shown: Sequence[int], dark: Sequence[int]) -> None:
+        width = 24 / len(pieces)
+        for place, piece in enumerate(shown):
+            fill, colour = (OWN, "white") if piece in dark else (OTHERS, "#555555")
+            corner = left + width * place, rank - 0.2
+            axis.add_patch(Rectangle(corner, width, 0.4, facecolor=fill, edgecolor="white", zorder=3))
+            axis.text(corner[0] + width / 2, rank, str(piece), ha="center", va="center", color=colour, zorder=4)
+
+    def arrow(start: tuple[float, float], end: tuple[float, float], dashes: str = "-") -> None:
+        axis.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "linestyle": dashes, "color": "black"}, zorder=2)
+
+    for rank in range(ranks):
+        own = [piece for positions in layout.pieces(rank) for piece in positions]
+        axis.text(0, rank, f"rank {rank}", va="center")
+        row(9, rank, pieces, own)
+        arrow((34, rank), (41, rank))
+        axis.add_patch(Rectangle((42, rank - 0.3), 16, 0.6, facecolor="white", edgecolor="black", zorder=2))
+        row(47, rank, own, own)
+        arrow((59, rank), (73, rank))
+        row(74, rank, pieces, pieces)
+        if rank + 1 < ranks:
+            arrow((50, rank + 0.3), (50, rank + 0.7), "--")
+            axis.text(51, rank + 0.5, "keys", va="center")
+    last = ranks - 0.5
+    axis.plot(
+        [50, 50, 66, 66, 50], [last - 0.2, last, last, -0.6, -0.6], color="black", linestyle="--", linewidth=1, zorder=1
+    )
+    arrow((50, -0.6), (50, -0.3))
+    headers = {21: "the same whole batch,\non every rank", 37.5: "cut", 50: "decoder:\nkeys travel", 66: "joined"}
+    for place, text in (headers | {86: "one loss, the same logits,\non every rank"}).items():
+        axis.text(place, -1.05, text, ha="center", va="center", fontsize=11)
+    axis.set(xlim=(-1, 99), ylim=(ranks - 0.4, -1.4))
+    axis.axis("off")
+    figure.savefig(path, dpi=100)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Draws the pictures of the guides that come from no other command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="the folder of whole_rows.png and decoding.png")
+    folder = parser.parse_args(words).folder
+    plot_whole_rows(folder / "whole_rows.png")
+    decoding = Path(__file__).parent / "bench" / "decoding.json"
+    plot_decoding(json.loads(decoding.read_text("utf-8"))["rows"], folder / "decoding.png")
+    print(f"wrote whole_rows.png and decoding.png to {folder}")
+
+
+if __name__ == "__main__":
+    main()

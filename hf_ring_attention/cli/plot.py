@@ -92,7 +92,7 @@ def add_plot_ring(parser: Parser) -> None:
     parser.add_row()
     add = parser.add_argument
     add("--tflops", metavar="X", type=above_zero(), required=True, help="10^12 operations a second of a device.")
-    add("--gbps", metavar="X", type=above_zero(), required=True, help="Gigabits a second from a rank to the next one.")
+    add("--gbps", metavar="X", type=above_zero(), nargs="+", required=True, help="Gigabits a second between ranks.")
     parser.add_pattern("Default: the model's, else exact.")
     parser.add_model("Take heads from its config.json.")
     parser.add_heads()
@@ -103,11 +103,11 @@ def add_plot_ring(parser: Parser) -> None:
 def plot_ring_command(args: Namespace) -> None:
     """Show when each rank computes, sends and waits in one layer's forward pass.
 
-    This is arithmetic from the plan and the two speeds that you state, no measurement.
+    This is arithmetic from the plan and the speeds that you state, no measurement.
 
     Examples:
-      hf-ring-attention plot ring --tokens 128k --ranks 8 --model ./folder \\
-          --tflops 400 --gbps 400 --plot ring.png
+      hf-ring-attention plot ring --tokens 128k --ranks 4 --heads 4 --kv-heads 1 \\
+          --head-dim 128 --tflops 400 --gbps 400 10 --plot ring.png
     """
     if args.ranks < 2:
         raise Refusal(f"a ring needs 2 ranks or more, got {args.ranks}", "--ranks")
@@ -116,18 +116,14 @@ def plot_ring_command(args: Namespace) -> None:
     heads: dict[str, Any] = {"num_heads": attention.num_heads, "num_kv_heads": attention.num_kv_heads}
     problem = Problem(attention.base, layout, rows or (((0, args.tokens),),), **heads)
     widths = attention.head_dim + attention.value_dim
-    timeline = ring_timeline(
-        problem,
-        pair_flops=2 * widths,
-        row_bytes=widths * number_bytes(args.dtype)[0],
-        flops=args.tflops * 1e12,
-        bandwidth=args.gbps * 1e9 / 8,
-    )
-    speeds = f"{args.tflops:g} TFLOP/s, {args.gbps:g} Gbit/s: one layer forward"
+    rates = {"pair_flops": 2 * widths, "row_bytes": widths * number_bytes(args.dtype)[0], "flops": args.tflops * 1e12}
+    bandwidths = {f"{gbps:g} Gbit/s": gbps * 1e9 / 8 for gbps in args.gbps}
+    timelines = {name: ring_timeline(problem, **rates, bandwidth=speed) for name, speed in bandwidths.items()}
+    speeds = f"{args.tflops:g} TFLOP/s, {' and '.join(f'{gbps:g}' for gbps in args.gbps)} Gbit/s: one layer forward"
     title = f"{attention.base} over {short_count(args.tokens)} tokens, {args.ranks} ranks, {layout.kind}, {speeds}"
-    _print_lines([title, timeline_summary(timeline)])
+    _print_lines([title, *(f"{timeline_summary(timeline)}, at {name}" for name, timeline in timelines.items())])
     if args.plot is not None:
         from .plots import plot_ring  # It imports matplotlib.
 
-        plot_ring(timeline, title, args.plot)
+        plot_ring(timelines, title, args.plot)
         print(f"wrote {args.plot}")

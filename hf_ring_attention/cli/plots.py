@@ -18,8 +18,8 @@ from matplotlib.ticker import EngFormatter
 from ..cost.timeline import Timeline
 from ..evaluation.whole_files import whole_file
 from ..plan.patterns import Pattern
-from .output import short_bytes, short_count
-from .pictures import seen_under, timeline_summary
+from .output import short_bytes, short_count, short_seconds
+from .pictures import seen_under
 
 if TYPE_CHECKING:
     from ..cost.estimate import Estimate
@@ -31,7 +31,16 @@ UNSEEN, FUTURE, SINKS = "#12121f", "#d8d8dc", "#19d3f3"
 SQUARES = 256
 #: Shares of a square below this are drawn as this one.
 FAINTEST = 1 / 64
-COMPUTE, SEND, WAIT = ("#3b6fb6", "#7fa8dc"), "#f0a030", "#d9534f"
+COMPUTE, SEND, WAIT = ("#2f5d9e", "#5b86c0"), "#f0a030", "#d9534f"
+#: The groups of an estimate's parts, from below: words in their names, and the hatch.
+GROUPS = {
+    "parameters": (("parameters", "weights"), ""),
+    "gradients": (("gradient",), "//"),
+    "optimizer": (("optimizer",), "\\\\"),
+    "saved for backward": (("saved", "kept"), ".."),
+    "exchange buffers": (("exchange",), "xx"),
+    "working set": (("",), "--"),
+}
 #: Squares of calibrations with more key/value heads have no text.
 MOST_HEADS_WITH_TEXT = 12
 
@@ -39,7 +48,7 @@ MOST_HEADS_WITH_TEXT = 12
 def _save(figure: Any, path: Path, legend: Sequence[Patch] = (), columns: int = 3) -> None:
     """Writes a figure to a file, whole or not at all, with a legend below."""
     if legend:
-        figure.legend(handles=legend, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
+        figure.legend(handles=legend, loc="outside lower center", ncols=columns, fontsize=9, frameon=False)
     with whole_file(path) as part:
         figure.savefig(part, dpi=120, format=path.suffix.removeprefix("."))
 
@@ -48,7 +57,8 @@ def plot_patterns(
     patterns: Mapping[str, Pattern], length: int, path: Path, *, head: int | None, num_heads: int, num_kv_heads: int
 ) -> None:
     """Draws the keys that a head sees under each pattern, or for None any of the heads, in a document of any length."""
-    figure = Figure(figsize=(1.6 + 3.6 * len(patterns), 4.9), layout="constrained")
+    wide = 1.8 + len(patterns) * max(2.05, 0.069 * max(map(len, patterns)))
+    figure = Figure(figsize=(wide, 3.6), layout="constrained")
     axes = figure.subplots(1, len(patterns), squeeze=False)[0]
     colours = LinearSegmentedColormap.from_list("seen", ["#5b2a86", "#b5367a", "#f1605d", "#feb078", "#fcfdbf"])
     handles = [Patch(color=UNSEEN, label="not seen"), Patch(color=FUTURE, label="the future")]
@@ -59,44 +69,49 @@ def plot_patterns(
         place: dict[str, Any] = {"extent": (0, length, length, 0), "interpolation": "nearest", "zorder": 2}
         image = axis.imshow(shown, norm=LogNorm(FAINTEST, 1), cmap=colours, **place)
         axis.set_facecolor(UNSEEN)
-        axis.add_patch(Polygon([(0, 0), (length, 0), (length, length)], color=FUTURE, linewidth=0))
+        axis.add_patch(Polygon([(0, 0), (length, 0), (length, length)], color=FUTURE, linewidth=1, zorder=2.5))
         if visible.sinks:
-            width = max(visible.sinks, length / 120)  # Sinks are a few pixels wide, however long the document is.
+            width = max(visible.sinks, length / 60)  # Sinks are a few pixels wide, however long the document is.
             axis.add_patch(Rectangle((0, 0), width, length, color=SINKS, linewidth=0, zorder=3))
             if len(handles) == 2:
-                handles.insert(0, Patch(color=SINKS, label="sinks, seen by all (drawn wide enough to see)"))
-        axis.set_title(f"{name}\n{text}", fontsize=9)
+                handles.insert(0, Patch(color=SINKS, label="sinks (drawn wide enough to see)"))
+        axis.set_title(f"{name}\n" + text.replace(" of the", "\nof the"), fontsize=9)
         ticks = [length * i // 4 for i in range(5)] if length % 4 == 0 else [0, length]
         axis.set_xticks(ticks, map(short_count, ticks))
         axis.set_yticks(ticks, map(short_count, ticks))
         axis.set_xlabel("key position")
     axes[0].set_ylabel("query position")
     seen_by = f"any of {num_heads} heads sees" if head is None else f"head {head} of {num_heads} sees"
-    bar = figure.colorbar(image, ax=list(axes), shrink=0.8, label=f"share of pairs that {seen_by} (log scale)")
+    bar = figure.colorbar(image, ax=list(axes), shrink=0.8, label=f"share of the pairs that\n{seen_by} (log scale)")
     bar.set_ticks([1 / 64, 1 / 16, 1 / 4, 1], labels=["1/64 or less", "1/16", "1/4", "all"])
     bar.minorticks_off()
     # A single panel is narrower than the entries side by side.
     _save(figure, path, handles, len(handles) if len(patterns) > 1 else 1)
 
 
-def plot_ring(timeline: Timeline, title: str, path: Path) -> None:
-    """Draws a ring's forward pass as a Gantt chart: when each rank computes, sends and waits."""
-    figure = Figure(figsize=(10, 1.8 + 0.5 * min(timeline.ranks, 24)), layout="constrained")
-    axis, p = figure.subplots(), timeline.ranks
-    waiting: dict[str, Any] = {"hatch": "///", "facecolor": "white", "edgecolor": WAIT}
-    for span in timeline.spans:
-        low, height = (0.12, 0.26) if span.kind == "send" else (-0.42, 0.5)
-        colour = SEND if span.kind == "send" else COMPUTE[span.step % 2]
-        style = waiting if span.kind == "wait" else {"color": colour}
-        axis.broken_barh([(span.start, span.stop - span.start)], (span.rank + low, height), linewidth=0.4, **style)
-        if span.kind == "compute":
-            place = (span.start + span.stop) / 2, span.rank - 0.17
-            axis.text(*place, str(span.source), ha="center", va="center", fontsize=7, color="white")
-    axis.set(ylim=(p - 0.45, -0.6), yticks=range(p), ylabel="rank")
-    axis.set(xlim=(0, timeline.seconds or 1), xlabel="time")
-    axis.xaxis.set_major_formatter(EngFormatter("s"))
-    axis.set_title(f"{title}\n{timeline_summary(timeline)}", fontsize=10)
-    compute = Patch(color=COMPUTE[0], label="compute, with the keys of the rank that is named")
+def plot_ring(timelines: Mapping[str, Timeline], title: str, path: Path) -> None:
+    """Draws forward passes of a ring as Gantt charts, side by side: when each rank computes, sends and waits."""
+    ranks = max(timeline.ranks for timeline in timelines.values())
+    figure = Figure(figsize=(8, 2.2 + 0.45 * min(ranks, 24)), layout="constrained")
+    waiting: dict[str, Any] = {"hatch": "////", "facecolor": "white", "edgecolor": WAIT}
+    axes = figure.subplots(1, len(timelines), sharey=True, squeeze=False)[0]
+    for axis, (name, timeline) in zip(axes, timelines.items()):
+        for span in timeline.spans:
+            low, height = (0.12, 0.26) if span.kind == "send" else (-0.42, 0.5)
+            colour = SEND if span.kind == "send" else COMPUTE[span.step % 2]
+            style = waiting if span.kind == "wait" else {"color": colour}
+            axis.broken_barh([(span.start, span.stop - span.start)], (span.rank + low, height), linewidth=0.4, **style)
+            if span.kind == "compute":
+                place = (span.start + span.stop) / 2, span.rank - 0.17
+                axis.text(*place, str(span.source), ha="center", va="center", fontsize=9, color="white", clip_on=True)
+        axis.set(ylim=(ranks - 0.45, -0.6), yticks=range(ranks), xlim=(0, timeline.seconds or 1), xlabel="time")
+        axis.locator_params(axis="x", nbins=5)
+        axis.xaxis.set_major_formatter(EngFormatter("s"))
+        shown = f"{name}: {short_seconds(timeline.seconds)}, ranks wait for {timeline.share('wait'):.0%} of it"
+        axis.set_title(shown, fontsize=10)
+    axes[0].set_ylabel("rank")
+    figure.suptitle(title, fontsize=10)
+    compute = Patch(color=COMPUTE[0], label="compute, with the keys of the numbered rank")
     _save(figure, path, [compute, Patch(color=SEND, label="send"), Patch(**waiting, label="wait")])
 
 
@@ -130,31 +145,53 @@ def plot_calibration(calibration: Calibration, path: Path) -> None:
     _save(figure, path, handles, max(1, int(figure.get_figwidth() / 3.6)))
 
 
+def group_of_part(part: str) -> str:
+    """Returns the first group with a word of a part's name."""
+    return next(group for group, (words, _) in GROUPS.items() if any(word in part for word in words))
+
+
 def plot_estimate(answer: Estimate, path: Path) -> None:
     """Draws bars of the parts of a device's peak for lengths around the estimated one."""
     from ..cost.estimate import parts_by_bound  # It imports torch.
 
-    figure = Figure(figsize=(10, 4.6), layout="constrained")
+    figure: Any = Figure(figsize=(8, 4.4), layout="constrained")
     axis, setting = figure.subplots(), answer.setting
     unit = 2 * setting.ring_size
     lengths = [max(unit, round(setting.seq_len * 2.0**power / unit) * unit) for power in range(-3, 3)]
     parts = [parts_by_bound(answer.shape, replace(setting, seq_len=length)) for length in lengths]
-    bars = [{part.name: part.bytes / 2**30 for part in of_length if not part.host} for of_length in parts]
+    bars = [[part for part in of_length if not part.host] for of_length in parts]
     floors = np.zeros(len(bars))
-    names = list(dict.fromkeys(name for bar in bars for name in bar))
-    for name, colour in zip(names, colormaps["turbo"](np.linspace(0, 1, len(names)))):
-        heights = np.array([bar.get(name, 0.0) for bar in bars])
-        axis.bar(range(len(bars)), heights, bottom=floors, label=name, width=0.7, color=colour)
+    for (group, (_, hatch)), colour in zip(GROUPS.items(), colormaps["Pastel1"](range(len(GROUPS)))):
+        heights = np.array([sum(x.bytes for x in bar if group_of_part(x.name) == group) for bar in bars]) / 2**30
+        if heights.any():
+            axis.bar(range(len(bars)), heights, 0.7, floors, label=group, color=colour, hatch=hatch, edgecolor="black")
         floors += heights
+    axis.bar_label(axis.containers[-1], [f"{total:.3g}" for total in floors])
     if answer.memory is not None:
-        label = f"{short_bytes(answer.memory)} of a device"
-        axis.axhline(answer.memory / 2**30, color="black", linestyle="--", linewidth=1, label=label)
+        axis.axhline(answer.memory / 2**30, color="black", linestyle="--")
+        axis.text(-0.5, answer.memory / 2**30, f"{short_bytes(answer.memory)} of a device", va="bottom", fontsize=10)
     axis.set_xticks(range(len(lengths)), map(short_count, lengths))
     axis.set(xlabel="tokens of a sequence", ylabel="GiB of a device at the peak")
     model = f"{answer.shape.model_type}, {answer.shape.parameters / 1e9:.2f} billion parameters"
     rings = f"ring of {setting.ring_size} of {setting.devices} devices, {setting.parallel}"
     axis.set_title(f"{model}, {rings}", fontsize=10)
     axis.grid(axis="y", alpha=0.3)
-    # The last part is at the top, as in the bars.
-    axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), reverse=True)
+    axis.legend(fontsize=10, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), reverse=True)
+    _save(figure, path)
+
+
+def plot_perplexities(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draws the perplexity of all texts against the length of the context, a line for each pattern."""
+    figure = Figure(figsize=(8, 4.2), layout="constrained")
+    axis, text = figure.subplots(), rows[-1]["text"]  # "all", if there are several texts.
+    of_text = sorted((row for row in rows if row["text"] == text), key=lambda row: row["length"])
+    ends = {row["pattern"]: row["perplexity"] for row in of_text}
+    for number, pattern in enumerate(sorted(ends, key=lambda name: -ends[name])):  # The names stand as lines end.
+        points = [(row["length"], row["perplexity"]) for row in of_text if row["pattern"] == pattern]
+        axis.plot(*zip(*points), ("o-", "s--", "v-.", "^:", "D-", "x--")[number % 6], label=pattern)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(*zip(*{row["length"]: short_count(row["length"]) for row in of_text}.items()))
+    axis.set(xlabel="tokens of the context", ylabel=f"perplexity, {Path(text).name}")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=10, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     _save(figure, path)

@@ -1,4 +1,4 @@
-"""Two pictures of the figures of `make gpu`: milliseconds and GiB of attention against the length of a row.
+"""A picture of the figures of `make gpu`: milliseconds and GiB of attention against the length of a row.
 
 The guide's:   python recipes/bench/draw.py recipes/bench/h100.json recipes/pictures
 Yours:         python recipes/bench/draw.py gpu.json .
@@ -22,11 +22,8 @@ STYLES = {
     "longnet:2048/1,8192/4,32768/16": ("D", ":", {}),
     "window:512+4": ("v", "-.", {}),
 }
-#: The figures that are drawn, and the ends of the files' names.
-FIGURES = {
-    "both ms": ("ms", "milliseconds, forward and backward"),
-    "peak GiB": ("gib", "GiB at the peak, beside inputs"),
-}
+#: The figures that are drawn, from left to right, and their names.
+FIGURES = {"both ms": "milliseconds, forward and backward", "peak GiB": "GiB at the peak, beside inputs"}
 
 
 def lines_of(speed: Sequence[Mapping[str, Any]], figure: str) -> dict[str, list[tuple[int, float]]]:
@@ -57,15 +54,22 @@ def ends_of(lines: Mapping[str, Sequence[tuple[int, float]]], ratio: float) -> l
     return [(", ".join(sorted(names, key=[*lines].index)), value, place) for names, value, place in ends]
 
 
-def draw(figures: Mapping[str, Any], figure: str, path: Path) -> None:
-    """Draws one of `FIGURES` against tokens, both on logarithmic scales."""
+def draw(figures: Mapping[str, Any], path: Path) -> None:
+    """Draws all `FIGURES` against tokens, on logarithmic scales."""
     from matplotlib.figure import Figure  # Only pictures need it.
 
-    lines, label = lines_of(figures["speed"], figure), FIGURES[figure][1]
+    picture = Figure(figsize=(8, 3.8), layout="constrained")
+    for axis, (figure, label) in zip(picture.subplots(1, len(FIGURES)), FIGURES.items()):
+        _draw_lines(axis, lines_of(figures["speed"], figure), figure)
+        axis.set_ylabel(label, fontsize=11)
+    picture.suptitle(f"{figures['machine']['device']}, commit {figures['machine']['commit']}", fontsize=11)
+    picture.savefig(path, dpi=100)
+
+
+def _draw_lines(axis: Any, lines: Mapping[str, Sequence[tuple[int, float]]], figure: str) -> None:
+    """Draws the lines of a figure, with their names at their ends."""
     if not lines:
         raise ValueError(f"expected rows of speed with {figure!r}, found none: measure them on a GPU")
-    picture = Figure(figsize=(8, 4.6), layout="constrained")
-    axis = picture.subplots()
     for name, points in lines.items():
         marker, dashes, more = STYLES[name]
         axis.plot(*zip(*points), marker=marker, linestyle=dashes, color="black", linewidth=1.3, **more)
@@ -76,32 +80,27 @@ def draw(figures: Mapping[str, Any], figure: str, path: Path) -> None:
     digits = (1, 2, 5) if top / bottom < 1000 else (1,)
     ticks = [digit * 10.0**power for power in range(-6, 9) for digit in digits]
     axis.set_yticks([tick for tick in ticks if bottom <= tick <= top])
-    for names, value, place in ends_of(lines, (top / bottom) ** 0.045):
-        names = names.replace("longnet:2048/1,8192/4,32768/16", "longnet")
-        axis.annotate(names, (last, value), xytext=(1.15 * last, place), va="center", fontsize=11)
+    short = {name.partition(":")[0]: points for name, points in lines.items()}
+    for names, value, place in ends_of(short, (top / bottom) ** 0.06):
+        axis.annotate(names, (last, value), xytext=(1.3 * last, place), va="center", fontsize=10)
     axis.set_xticks(sorted({tokens for points in lines.values() for tokens, _ in points}))
-    axis.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")
+    axis.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}k")
     axis.minorticks_off()
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-    axis.tick_params(labelsize=11)
+    axis.tick_params(labelsize=10)
     axis.set_xlabel("tokens of a row", fontsize=11)
-    axis.set_ylabel(label, fontsize=11)
-    axis.set_title(f"{figures['machine']['device']}, commit {figures['machine']['commit']}", fontsize=11)
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(alpha=0.3)
-    picture.savefig(path, dpi=100)
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Draws both pictures."""
+    """Draws the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("figures", type=Path, help="the JSON file of a run of `make gpu`")
-    parser.add_argument("folder", type=Path, help="the folder of the pictures gpu_ms.png and gpu_gib.png")
+    parser.add_argument("folder", type=Path, help="the folder of the picture gpu.png")
     args = parser.parse_args(words)
-    figures = json.loads(args.figures.read_text("utf-8"))
-    for figure, (end, _) in FIGURES.items():
-        draw(figures, figure, args.folder / f"gpu_{end}.png")
-        print(f"wrote {args.folder / f'gpu_{end}.png'}")
+    draw(json.loads(args.figures.read_text("utf-8")), args.folder / "gpu.png")
+    print(f"wrote {args.folder / 'gpu.png'}")
 
 
 if __name__ == "__main__":

@@ -91,6 +91,16 @@ def test_patterns_replace_the_one_that_a_model_was_saved_with_which_is_own(model
     assert [row["share_of_exact_flops"] for row in rows["model"]] == [1, pytest.approx(share)]
 
 
+def test_the_picture_has_the_perplexity_of_each_length(model, command, saved_figures):
+    words = (
+        f"perplexity {model / 'model'} {model / 'fox.txt'} --lengths 128,64 --pattern exact --pattern window:4+1 --json"
+    )
+    rows = json.loads(command(f"{words} --plot {model / 'a.png'}"))["rows"]
+    lines = {line.get_label(): dict(line.get_xydata()) for line in saved_figures[0].axes[0].get_lines()}
+    assert lines.keys() == {"exact", "window:4+1"} and (model / "a.png").stat().st_size > 5000
+    assert all(lines[row["pattern"]][row["length"]] == row["perplexity"] for row in rows) and len(rows) == 4
+
+
 def test_rows_beyond_the_positions_are_refused(model, refusal):
     config = model / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 100}))
@@ -106,6 +116,7 @@ def test_options_and_texts_that_cannot_be_used_are_refused(model, refusal):
         ("--stride 9", "argument --stride: it needs --tokens, and may be at most the shortest of them"),
         ("--tokens 8,64 --stride 9", "argument --stride: it needs --tokens, and may be at most the shortest of them"),
         ("--pattern own", "argument --pattern: own: the model's config has no pattern"),
+        ("--lengths 64 --plot a.png", "argument --plot: it needs two or more --lengths"),
     ):
         assert message in refusal([*words, *options.split()])
     (model / "short.txt").write_text("fox")

@@ -87,7 +87,7 @@ def test_pictures_show_sinks_whatever_the_length(tmp_path, command, plots, monke
     picture = pixels(file)
     height = max(np.unique(np.argwhere(abs(picture - [25, 211, 243]).max(-1) <= 2)[:, 0], return_counts=True)[1].shape)
     assert count(picture, plots.SINKS) >= height, "a column of them"
-    assert height > 300
+    assert height > 150
     assert count(picture, plots.UNSEEN) > 10000 and count(picture, plots.FUTURE) > 10000
     command(f"plot pattern --pattern exact --tokens 1M --plot {file}")
     assert count(pixels(file), plots.SINKS) == 0

@@ -57,7 +57,7 @@ def test_the_demo(shown, tmp_path):
         told = f"{demo.LEARNED} {other / exact - 1:+.1%}"
         assert f"{when} the steps, held-out perplexity against exact: {told}" in shown
     assert {row["pattern"] for row in figures["pass_keys"]} == {"exact", "window:128+4"}
-    pictures = {f"{name}.png" for name in ("patterns", "quality", "losses", "retrieval", "layers")}
+    pictures = {f"{name}.png" for name in ("speed", "patterns", "quality", "losses", "retrieval", "layers")}
     assert pictures == {path.name for path in (tmp_path / "demo").glob("*.png")}
     # It closes with its figures and a command that runs.
     layers = [(row["attention"], row["processes"]) for row in figures["layer"]]
