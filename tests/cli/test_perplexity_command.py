@@ -116,7 +116,7 @@ def test_options_and_texts_that_cannot_be_used_are_refused(model, refusal):
         ("--stride 9", "argument --stride: it needs --tokens, and may be at most the shortest of them"),
         ("--tokens 8,64 --stride 9", "argument --stride: it needs --tokens, and may be at most the shortest of them"),
         ("--pattern own", "argument --pattern: own: the model's config has no pattern"),
-        ("--lengths 64 --plot a.png", "argument --plot: it needs two or more --lengths"),
+        ("--lengths 64 --plot a.png", "argument --plot: it needs two or more --tokens"),
     ):
         assert message in refusal([*words, *options.split()])
     (model / "short.txt").write_text("fox")
