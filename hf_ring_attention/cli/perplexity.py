@@ -40,7 +40,7 @@ def add_perplexity(parser: Parser) -> None:
     text = "First tokens of each text that are read (default: the most of --tokens)."
     add("--text-tokens", metavar="N", type=token_count(2), was="--tokens", help=text)
     add("--stride", metavar="N", type=token_count(), help="With --tokens: rows advance by this many tokens.")
-    parser.add_picture("--plot", "Draw perplexity by length.")
+    parser.add_picture("--plot", "Draw perplexity by the length of rows.")
     parser.add_choice("--dtype", ("float32", "bfloat16", "float16"), "Type of numbers", "float32")
     parser.add_json()
 
@@ -54,8 +54,7 @@ def perplexity_command(args: Namespace) -> None:
     Examples:
       hf-ring-attention perplexity --model HuggingFaceTB/SmolLM2-135M --text a.txt
       hf-ring-attention perplexity --model ./folder --text *.txt \\
-          --tokens 1k,4k,16k --plot a.png \\
-          --pattern exact --pattern calibration.json
+          --tokens 1k,4k,16k --pattern exact --pattern calibration.json --plot a.png
       hf-ring-attention perplexity --model ./folder --text book.txt --tokens 4k \\
           --stride 512 --text-tokens 64k --json
       torchrun --nproc-per-node 8 -m hf_ring_attention perplexity \\
@@ -75,7 +74,7 @@ def perplexity_command(args: Namespace) -> None:
     if args.stride is not None and not (args.tokens and args.stride <= min(lengths)):
         raise Refusal(f"it needs --tokens, and may be at most the shortest of them, got {args.stride}", "--stride")
     if args.plot is not None and len(lengths) == 1:
-        raise Refusal("it needs two or more --tokens", "--plot")
+        raise Refusal("it needs two or more lengths of --tokens", "--plot")
     with stdout_left_alone() if args.json else nullcontext():
         ring, device = ring_of_processes()
         tokenizer = checked("--model", load_tokenizer, args.model, trust)

@@ -93,7 +93,7 @@ def test_patterns_replace_the_one_that_a_model_was_saved_with_which_is_own(model
 
 def test_the_picture_has_the_perplexity_of_each_length(model, command, saved_figures):
     words = (
-        f"perplexity {model / 'model'} {model / 'fox.txt'} --lengths 128,64 --pattern exact --pattern window:4+1 --json"
+        f"perplexity {model / 'model'} {model / 'fox.txt'} --tokens 128,64 --pattern exact --pattern window:4+1 --json"
     )
     rows = json.loads(command(f"{words} --plot {model / 'a.png'}"))["rows"]
     lines = {line.get_label(): dict(line.get_xydata()) for line in saved_figures[0].axes[0].get_lines()}
@@ -116,7 +116,7 @@ def test_options_and_texts_that_cannot_be_used_are_refused(model, refusal):
         ("--stride 9", "argument --stride: it needs --tokens, and may be at most the shortest of them"),
         ("--tokens 8,64 --stride 9", "argument --stride: it needs --tokens, and may be at most the shortest of them"),
         ("--pattern own", "argument --pattern: own: the model's config has no pattern"),
-        ("--lengths 64 --plot a.png", "argument --plot: it needs two or more --tokens"),
+        ("--tokens 64 --plot a.png", "argument --plot: it needs two or more lengths of --tokens"),
     ):
         assert message in refusal([*words, *options.split()])
     (model / "short.txt").write_text("fox")

@@ -25,7 +25,7 @@ def widths(axis, kind):
 
 
 def test_slow_links_are_drawn_beside_fast_ones(tmp_path, command, saved_figures):
-    printed = command(f"{RING} --gbps 400 1 --output {tmp_path / 'a.png'}")
+    printed = command(f"{RING} --gbps 400 1 --plot {tmp_path / 'a.png'}")
     assert printed.count(" in all: ranks compute for ") == 2 and "at 1 Gbit/s" in printed
     fast, slow = saved_figures[0].axes
     assert fast.get_title().startswith("400 Gbit/s: ") and slow.get_title().startswith("1 Gbit/s: ")
