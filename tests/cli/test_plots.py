@@ -64,6 +64,10 @@ def test_the_bars_of_an_estimate_are_all_parts_in_six_groups(tmp_path, saved_fig
 
 def test_parts_of_an_estimate_are_in_the_group_that_names_them():
     groups = {
+        "parameters": "parameters",
+        "gradients": "gradients",
+        "optimizer state": "optimizer",
+        "saved activations": "saved for backward",
         "weights cast for the forward pass": "parameters",
         "gathered parameters": "parameters",
         "gradient buckets": "gradients",
