@@ -99,10 +99,8 @@ class _Rows:
 
     def _replace(self, found: Sequence[Tensor]) -> None:
         """Makes copies of these rows the tensors, with room for more."""
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-        ):  # Tensors of inference mode could not be written outside of it.
+        # Tensors of inference mode could not be written outside of it.
+        with torch.inference_mode(False), torch.no_grad():
             self.tensors = []
             for x in found:  # Empty slots have a weight of 0, which NaN would ignore.
                 self.tensors.append(x.new_zeros(*x.shape[:2], self.table.capacity, x.shape[3]))

@@ -2,7 +2,7 @@
 
 A *run* is a stretch of a document whose tokens follow each other on one rank. A run turns the state S before it into M S + U,
 and its outputs are the outputs for S = 0 plus a part that reads S. So every rank computes M and U of its runs at once, one
-small gather brings them to all ranks, and each rank combines the runs before its runs. A causal convolution needs the last
+small gather brings them to all ranks, and each rank combines those before its own runs. A causal convolution needs the last
 inputs of the run before. The bytes do not depend on the length of runs.
 
 Mixers call the functions that take states by name. So a clone of the mixer's forward runs, in which these names are functions
