@@ -81,7 +81,7 @@ class KeptRows:
         self.order: Tensor | None = None
         #: The logarithm of how often each query sees each row [B, heads, queries, slots]; None if each is seen once.
         self.bias: Tensor | None = None
-        #: The queries that see no row [B, heads, queries], as padding or over a ring; None if there are none.
+        #: The queries that see no row [B, heads, queries], as padding or over a ring; else None.
         self.blind: Tensor | None = None
         self._moved: dict[Any, Tensor] = {}  # the same on devices
 
