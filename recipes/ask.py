@@ -176,7 +176,7 @@ def main() -> None:
     model = common.load_model(args.model, getattr(torch, args.dtype), trust=trust).to(accelerator.device).eval()
     ra.patch_model(model, pattern, ring=ring)
     named = args.pattern or "of the model"
-    accelerator.print(common.describe_run(ring, named, replaces, f"{ids.shape[1]} tokens"))
+    accelerator.print(common.describe_run(ring, args.model, named, replaces, f"{ids.shape[1]} tokens"))
     last = common.fewest_last(getattr(model.config.get_text_config(), "ring_dilated", ""))
     shown = accelerator.is_main_process
     start = time.perf_counter()

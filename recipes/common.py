@@ -230,11 +230,12 @@ def check_heads(model: str, pattern: ra.Pattern | ra.Calibration, *, trust: bool
     return saved not in (None, config.get_text_config().ring_dilated)
 
 
-def describe_run(ring: ra.Ring, pattern: str, replaces: bool, rows: str) -> str:
-    """Returns the first line of a run: its rings, its attention, and its rows."""
+def describe_run(ring: ra.Ring, model: str, pattern: str, replaces: bool, rows: str) -> str:
+    """Returns the first line of a run: its rings, its attention, its model, and its rows."""
     rings = f"{plural(ring.dp_size, 'ring')} of {plural(ring.world_size, 'process', 'processes')}"
     replaced = " (replaces the pattern that the model was saved with)" if replaces else ""
-    return f"{rings}, layout {ring.layout}, transport {ring.transport}, pattern {pattern}{replaced}; {rows}"
+    choices = f"layout {ring.layout}, transport {ring.transport}, kernel {ring.kernel}"
+    return f"{rings}, {choices}, pattern {pattern}{replaced}, model {model}; {rows}"
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, count: int | None = None) -> torch.Tensor:

@@ -147,7 +147,7 @@ def fine_tune(args: argparse.Namespace, accelerator: Accelerator, ring: ra.Ring)
     replaces = common.check_heads(args.model, pattern, trust=trust)
     sources = documents.sources_of(args)
     data = documents.prepare(sources, tokenizer, seed=args.seed, needed=args.batch_size * ring.dp_size)
-    accelerator.print(common.describe_run(ring, args.pattern, replaces, data.description))
+    accelerator.print(common.describe_run(ring, args.model, args.pattern, replaces, data.description))
     settings = {name: getattr(args, name) for name in KEPT} | {"distill": args.distill or None}
     settings |= {"model": checkpoints.stamp_of_model(args.model), "rings": ring.dp_size}
     settings |= {"documents": data.digest, "pattern": common.pattern_settings(pattern)}

@@ -125,7 +125,7 @@ def train(args: Arguments, training: TrainingArguments) -> None:
         data_collator=default_data_collator,
         processing_class=tokenizer,
     )
-    trainer.accelerator.print(common.describe_run(trainer.ring, args.pattern, replaces, data.description))
+    trainer.accelerator.print(common.describe_run(trainer.ring, args.model, args.pattern, replaces, data.description))
     output = Path(training.output_dir)
     remedy = "make space there, and go on with --resume_from_checkpoint true"
     with checkpoints.Stop() as stop, checkpoints.writing("a checkpoint", output, remedy):

@@ -78,7 +78,7 @@ def main() -> None:
     text = documents.whole_text(documents.sources_of(args))
     for name in args.patterns:
         common.check_heads(args.model, load_pattern(name), trust=trust)
-    accelerator.print(common.describe_run(ring, ", ".join(args.patterns), False, f"{args.tokens} tokens"))
+    accelerator.print(common.describe_run(ring, args.model, ", ".join(args.patterns), False, f"{args.tokens} tokens"))
     ids = common.tokenize(common.load_tokenizer(args.model, trust=trust), text, args.tokens)
     model = common.load_model(args.model, getattr(torch, args.dtype), trust=trust).to(accelerator.device)
     accelerator.print("perplexity    FLOPs       time  pattern")

@@ -217,7 +217,7 @@ def main() -> None:
     accelerator, ring, trust = Accelerator(), ra.Ring(), args.trust_remote_code
     for pattern in args.patterns.values():
         common.check_heads(args.model, pattern, trust=trust)
-    accelerator.print(common.describe_run(ring, ", ".join(args.patterns), False, f"lengths {args.lengths}"))
+    accelerator.print(common.describe_run(ring, args.model, ", ".join(args.patterns), False, f"lengths {args.lengths}"))
     text = "\n\n".join(documents.texts(args.text))
     writer = Writer(common.load_tokenizer(args.model, trust=trust), text, args.seed)
     model = common.load_model(args.model, getattr(torch, args.dtype), trust=trust).to(accelerator.device)

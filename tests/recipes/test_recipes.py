@@ -48,7 +48,7 @@ def test_perplexity_is_the_same_from_two_processes(folder, nudged, tmp_path):
         file = tmp_path / f"{name}.json"
         out = run("perplexity.py", *options, "--model", model / "model", "--json", file, processes=processes)
         of = "1 process" if processes == 1 else "2 processes"
-        first = f"1 ring of {of}, layout auto, transport auto, pattern exact, pyramid:32,3,2, longnet"
+        first = f"1 ring of {of}, layout auto, transport auto, kernel auto, pattern exact, pyramid:32,3,2, longnet"
         assert out.startswith(first) and out.count("1 ring of") == 1
         figures[name] = json.loads(file.read_text())
     assert figures[2]["world_size"] == 2
@@ -108,7 +108,8 @@ def by_one_process(folder):
         patch.syspath_prepend(output)
         patch.setattr("accelerate.tracking._available_trackers", [LoggerType.TRACKIO])
         figures, out = finetune(folder, output, "--report-to", "trackio", "--eval-every", 2)
-    first = "1 ring of 1 process, layout auto, transport auto, pattern pyramid:32,3,2; 24500 tokens in 98 rows of 250, "
+    first = "1 ring of 1 process, layout auto, transport auto, kernel auto, pattern pyramid:32,3,2, model "
+    first += f"{folder / 'model'}; 24500 tokens in 98 rows of 250, "
     assert out.startswith(first + "100.0% full: 98 documents and parts of documents\n")
     assert "rank 0: peak memory" in out
     assert figures["perplexity_after"] < 0.9 * figures["perplexity_before"]
@@ -184,7 +185,9 @@ def assert_same_steps(output, folder, bounds):
 def test_finetune_takes_the_same_steps_on_two_processes(folder, bounds, tmp_path):
     _, out = finetune(folder, tmp_path, "--ranks", 2, "--save-every", 3, processes=2)
     assert "rank 1: peak memory" in out
-    assert out.startswith("1 ring of 2 processes, layout auto, transport auto, pattern pyramid:32,3,2; ")
+    assert out.startswith(
+        "1 ring of 2 processes, layout auto, transport auto, kernel auto, pattern pyramid:32,3,2, model "
+    )
     assert out.count("1 ring of") == 1
     assert_same_steps(tmp_path, folder, bounds)
     # The checkpoint is that of the third step.
@@ -238,7 +241,7 @@ def test_a_pattern_that_replaces_the_saved_one_is_told(folder, tmp_path):
     config.save_pretrained(tmp_path / "model")
     options = ["--model", tmp_path / "model", "--text", folder / "text.txt", "--tokens", 64, "--steps", 1]
     out = run("finetune.py", *options, "--output", tmp_path / "run")
-    assert "pattern exact (replaces the pattern that the model was saved with); " in out.splitlines()[0]
+    assert "pattern exact (replaces the pattern that the model was saved with), model " in out.splitlines()[0]
     assert AutoConfig.from_pretrained(tmp_path / "run").ring_dilated["pattern"] == "exact"
     for pattern, other in (("window:8", True), ("window:32+2", False)):
         assert common.check_heads(str(tmp_path / "model"), ra.Pattern.parse(pattern)) is other
@@ -306,7 +309,7 @@ def train(folder, output, ring_size, *options, plugin=None, processes=1):
     assert f"rank {ring_size - 1}: peak memory" in out and "eval_loss" in out
     transport = "heads" if "heads" in options else "auto"
     of = "1 process" if ring_size == 1 else f"{ring_size} processes"
-    first = f"1 ring of {of}, layout auto, transport {transport}, pattern pyramid:32,3,2; "
+    first = f"1 ring of {of}, layout auto, transport {transport}, kernel auto, pattern pyramid:32,3,2, model "
     assert out.startswith(first) and "% full" in out.splitlines()[0] and out.count("1 ring of") == 1
     assert LlamaForCausalLM.from_pretrained(output).config.ring_dilated["pattern"] == "pyramid:32,3,2"
     state = json.loads((output / "checkpoint-3" / "trainer_state.json").read_text())
