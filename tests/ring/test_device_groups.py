@@ -156,7 +156,7 @@ def test_the_check_of_a_job_makes_the_group_that_jobs_make(monkeypatch):
 
 def step_and_generation(rank):
     """How far the figures of two checks are from one process's."""
-    options = Namespace(ring_size=2, model=None, pattern="window:4+2")
+    options = Namespace(ranks=2, model=None, pattern="window:4+2")
     run = CheckRun(options, dist.HashStore(), rank, 2)
     run.group, run.device = device_only(), torch.device("cpu")
     model.measure_config(run)
