@@ -108,7 +108,7 @@ class PatternCache(Cache):
         name, layout, rank, ranks = type(now.module).__name__, self.layout, now.ring.rank, now.ring.world_size
         if layout is not None and layout.world_size != ranks:
             raise ValueError(
-                f"{name}: {layout.world_size} ranks share the PatternCache, and the model's ring has {ranks}"
+                f"{name}: {layout.world_size} ranks share the PatternCache, and the model's ring has {ranks}: call ra.prefill"
             )
         seen = max([layer.seen for layer in self._pattern_layers], default=0)
         if [layer for layer in self._pattern_layers if layer.pending or (layer.rows and layer.seen != seen)]:
@@ -134,9 +134,7 @@ class PatternCache(Cache):
         rows, pieces = positions, tuple[int, ...]()
         if layout is not None:
             if inside is not None:
-                raise ValueError(
-                    f"{name}: a ring takes padding before and after a row's tokens, got padding inside a document"
-                )
+                raise ValueError(f"{name}: got padding inside a document: over a ring, pad before or after it")
             rows = positions[:, : n if rank == ranks - 1 else 0] if seen else now.ring.shard(positions, layout, fill=-1)
             pieces = tuple(sorted({x for piece in layout.pieces(rank) for x in (piece.start, piece.stop)}))
         self._calls += 1
