@@ -16,8 +16,7 @@ import argparse
 import inspect
 import json
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import checkpoints
@@ -37,7 +36,6 @@ from arguments import (
     pattern_source,
     token_count,
 )
-from tqdm.auto import tqdm
 from transformers import TextStreamer
 
 import hf_ring_attention as ra
@@ -79,30 +77,6 @@ def written(tokenizer: Any, text: str, question: str, tokens: int | None) -> tup
     return torch.cat([head, body[:, :tokens]], 1), tokenizer(behind, **plain).input_ids
 
 
-@contextmanager
-def progress(model: Any, tokens: int, shown: bool) -> Iterator[Any]:
-    """Shows a bar of the tokens that are read; each layer adds its share. Set `piece` to the tokens of the next call."""
-    count = model.config.get_text_config().num_hidden_layers
-    stacks = (module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
-    layers = next((stack for stack in stacks if len(stack) == count), ())
-    # The bar counts whole tokens.
-    bar = tqdm(total=tokens, desc="reading", unit="token", unit_scale=True, disable=not shown)
-    done = [0.0]
-
-    def advance(*_: Any) -> None:
-        done[0] += bar.piece / count
-        bar.update(round(done[0]) - bar.n)
-
-    bar.piece = tokens
-    hooks = [layer.register_forward_hook(advance) for layer in layers]
-    try:
-        yield bar
-    finally:
-        for hook in hooks:
-            hook.remove()
-        bar.close()
-
-
 def cache_name(model: Any) -> str:
     """Returns the argument of `generate` that takes a cache: Transformers 5.24 renamed it."""
     names = inspect.signature(model.prepare_inputs_for_generation).parameters
@@ -120,7 +94,7 @@ def read(model: Any, ids: torch.Tensor, ring: ra.Ring, piece: int | None, shown:
             cache, description = ra.PatternCache(model), "the rows that the pattern can still see"
         except NotImplementedError as error:
             description = f"every row: {error}"
-    with progress(model, ids.shape[1], shown) as bar:
+    with common.reading(model, ids.shape[1], shown) as bar:
         if cache is None:
             cache = ra.prefill(model, ids)
         else:

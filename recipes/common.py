@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -22,10 +22,11 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import gather
-from arguments import EXTRAS, at_least, missing_extra, plural
+from arguments import EXTRAS, OWN, at_least, missing_extra, plural
 from bench.timing import held_memory
 from filelock import FileLock
 from huggingface_hub.errors import LocalEntryNotFoundError
+from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
@@ -213,8 +214,10 @@ def set_pattern(model: PreTrainedModel, settings: dict[str, Any] | None) -> None
         model.config.get_text_config().ring_dilated = settings
 
 
-def check_heads(model: str, pattern: ra.Pattern | ra.Calibration, *, trust: bool = False) -> bool:
+def check_heads(model: str, pattern: ra.Pattern | ra.Calibration | None, *, trust: bool = False) -> bool:
     """Ends the program if a pattern is for another model, before this one's weights are loaded.
+
+    A pattern of None is the one that the model was saved with, which must be there.
 
     Returns:
         Whether the pattern replaces another one, with which the model was saved.
@@ -223,6 +226,10 @@ def check_heads(model: str, pattern: ra.Pattern | ra.Calibration, *, trust: bool
         base, saved = adapters_of(source) if has_adapters(source) else (source, None)
         config = AutoConfig.from_pretrained(base, trust_remote_code=trust)
     saved = saved or getattr(config.get_text_config(), "ring_dilated", None)
+    if pattern is None:
+        if saved is None:
+            raise SystemExit(f"--pattern {OWN}: {model!r} was saved without a pattern: name one")
+        return False
     try:
         ra.patch_config(config, pattern)
     except (NotImplementedError, ValueError) as error:
@@ -255,6 +262,47 @@ def add_lora(model: PreTrainedModel, rank: int) -> PreTrainedModel:
 
     config = LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules="all-linear")
     return get_peft_model(model, config)
+
+
+def at_terminal() -> bool:
+    """Whether this is the first process, and its stderr is a terminal: there a bar may move often."""
+    return os.environ.get("RANK", "0") == "0" and sys.stderr.isatty()
+
+
+@contextmanager
+def after_layers(model: Any, call: Callable[[], None]) -> Iterator[int]:
+    """Calls a function as each layer of a model ends its part of a pass, forward and backward; yields the number of layers."""
+    count = model.config.get_text_config().num_hidden_layers
+    stacks = (module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+    layers = next((stack for stack in stacks if len(stack) == count), ())
+
+    def ended(layer: Any, inputs: Any, output: Any) -> None:
+        call()
+        states = output[0] if isinstance(output, tuple) else output
+        if isinstance(states, torch.Tensor) and states.requires_grad:
+            states.register_hook(lambda gradient: call())
+
+    hooks = [layer.register_forward_hook(ended) for layer in layers]
+    try:
+        yield len(layers)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def reading(model: Any, tokens: int, shown: bool, leave: bool = True) -> Iterator[Any]:
+    """Shows a bar of the tokens that are read; each layer adds its share. Set `piece` to the tokens of the next call."""
+    # The bar counts whole tokens.
+    bar = tqdm(total=tokens, desc="reading", unit="token", unit_scale=True, disable=not shown, leave=leave)
+    done, bar.piece = [0.0], tokens
+
+    def advance() -> None:
+        done[0] += bar.piece / layers
+        bar.update(round(done[0]) - bar.n)
+
+    with bar, after_layers(model, advance) as layers:
+        yield bar
 
 
 def report_saved(folder: Path | str, lora: int) -> None:

@@ -93,7 +93,7 @@ class HeldOut:
 
     def loss(self, model: PreTrainedModel, ring: ra.Ring) -> float:
         """Returns the mean loss in nats of the tokens to be predicted; each document is read whole, over the ring."""
-        report = ra.perplexity(model, self.input_ids, ring=ring, attention_mask=self.attention_mask)
+        report = ra.perplexity(model, self.input_ids, ring, attention_mask=self.attention_mask, progress=True)
         predicted = report.token_nll[self.learned & ~report.token_nll.isnan()]
         if not len(predicted):
             raise SystemExit("the documents held out have no token to predict: hold out more")

@@ -17,7 +17,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -247,7 +247,8 @@ class Run:
         shown = {"initial": done, "total": args.steps, "disable": not accelerator.is_main_process}
         bar = tqdm(range(done + 1, args.steps + 1), **shown, desc="fine-tuning", unit="step")
         for step in bar:
-            figures = self.step(step, reader)
+            with self.part_of_step(bar):
+                figures = self.step(step, reader)
             self.figures["steps"].append(figures)
             accelerator.log(figures, step=step)
             speeds = {f"{name}_per_s": f"{figures[name] / figures['seconds']:.0f}" for name in ("tokens", "learned")}
@@ -260,6 +261,26 @@ class Run:
             if stopped:
                 accelerator.end_training()
                 stop.end(args.output / f"checkpoint-{step}", "--resume")
+
+    @contextmanager
+    def part_of_step(self, bar: tqdm) -> Iterator[None]:
+        """Shows in a terminal how much of a step is done, since a step of long rows takes minutes."""
+        if not common.at_terminal():
+            yield
+            return
+        ended, shown = 0, time.monotonic()
+
+        def show() -> None:
+            nonlocal ended, shown
+            ended += 1
+            if time.monotonic() > shown + 0.5:
+                shown = time.monotonic()
+                bar.set_description(f"fine-tuning, step at {min(ended / parts, 0.99):.0%}")
+
+        with common.after_layers(self.raw_model, show) as layers:
+            parts = 2 * max(1, layers) * self.args.accumulate
+            yield
+        bar.set_description("fine-tuning", refresh=False)
 
     def step(self, number: int, reader: Iterator[dict[str, torch.Tensor]]) -> dict[str, float]:
         """Takes an optimizer step, and returns its figures."""

@@ -37,7 +37,7 @@ def measure(model, ids, names, ring=None):
     heads["num_kv_heads"] = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     for name in names:
         pattern, tokens = load_pattern(name), ids.shape[1]
-        report = ra.perplexity(ra.patch_model(model, pattern, ring=ring), ids, ring=ring)
+        report = ra.perplexity(ra.patch_model(model, pattern, ring=ring), ids, ring=ring, progress=True)
         is_pattern = isinstance(pattern, ra.Pattern)
         yield {
             "pattern": name,

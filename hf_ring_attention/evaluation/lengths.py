@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from ..plan.patterns import Pattern
 from ..ring.ring import Ring
 from .calibration.result import Calibration
 from .perplexity import perplexity
+from .progress import moved_by_layers, progress_bar
 from .texts import TokenizedText
 
 
@@ -59,60 +59,67 @@ def figures_by_length(
     lengths: Sequence[int],
     stride: int | None = None,
     ring: Ring | None = None,
-    after_each: Callable[[], Any] = lambda: None,
+    progress: bool = False,
 ) -> list[LengthFigures]:
-    """Measures texts in the windows of `windowed_nll`, alike on all ranks; a pattern of None is the config's present one."""
+    """Measures texts in the windows of `windows_of`, alike on all ranks; a pattern of None is the config's present one.
+
+    With `progress`, a bar counts the tokens of all windows.
+    """
     config = model.config.get_text_config()
     before = settings_of(config)
+    windows = {
+        (text, length): windows_of(len(tokens.ids), length, stride, tokens.opening)
+        for text, tokens in texts.items()
+        for length in lengths
+    }
+    sizes = {key: [stop - first + texts[key[0]].opening for first, stop in found] for key, found in windows.items()}
     figures = []
-    for name, pattern in patterns.items():
-        if pattern is None:
-            setattr(config, IMPLEMENTATION, before)
-        patch_model(model, pattern, ring)
-        for text, tokens in texts.items():
-            for length in lengths:
-                start = time.perf_counter()
-                nll = windowed_nll(model, tokens.ids, length, stride, ring, opening=tokens.opening)
+    with progress_bar("perplexity", len(patterns) * sum(map(sum, sizes.values())), silent=not progress) as bar:
+        for name, pattern in patterns.items():
+            if pattern is None:
+                setattr(config, IMPLEMENTATION, before)
+            patch_model(model, pattern, ring)
+            for (text, length), found in windows.items():
+                start, tokens = time.perf_counter(), texts[text]
+                with moved_by_layers(bar, model, *sizes[text, length]):
+                    nll = nll_of_windows(model, tokens.ids, found, ring, opening=tokens.opening)
                 seconds, scored = time.perf_counter() - start, ~nll.isnan()
                 total, size = float(nll[scored].double().sum()), tokens.size_of(scored)
                 figures.append(LengthFigures(text, name, length, total, int(scored.sum()), size, seconds))
-                after_each()
     return figures
 
 
-def windowed_nll(
-    model: PreTrainedModel,
-    ids: Tensor,
-    window: int,
-    stride: int | None = None,
-    ring: Ring | None = None,
-    *,
-    opening: int = 0,
-) -> Tensor:
-    """Returns the nll of each token, given the tokens before it in the first window that contains it.
+def windows_of(end: int, window: int, stride: int | None = None, opening: int = 0) -> list[tuple[int, int]]:
+    """Returns the tokens, first and stop, of each window of a text of `end` tokens, besides its opening tokens.
 
     With a stride, as in Hugging Face's guide to perplexity, windows begin at 0, stride, 2 * stride, ... until one reaches the
     end. Without a stride, they follow each other, and a shorter rest is left out, unless there is nothing else.
-    The first `opening` of the tokens, ids [n], open each window and are not scored.
-
-    The nll is [n] float32 on the CPU, NaN for tokens that are not scored: the rest, and the first token of a window without
-    opening tokens, unless an earlier window scored it.
     """
-    room, end = window - opening, len(ids)
+    room = window - opening
     if room < 1 or window < 2:
         raise ValueError(f"a window of {window} tokens has no room: {opening} tokens open it: take a greater length")
     if stride is None:
         stride, end = window, min(end, opening + max(1, (end - opening) // room) * room)
     if not 1 <= stride <= window:
         raise ValueError(f"the stride must be from 1 to the window of {window} tokens, got {stride}")
-    nll = torch.full((len(ids),), torch.nan)
-    scored = opening
-    for first in range(opening, end, min(stride, room)):
-        stop = min(first + room, end)
+    windows = [(first, min(first + room, end)) for first in range(opening, end, min(stride, room))]
+    last = next((number for number, (_, stop) in enumerate(windows, 1) if stop == end), 0)
+    return windows[:last]
+
+
+def nll_of_windows(
+    model: PreTrainedModel, ids: Tensor, windows: Sequence[tuple[int, int]], ring: Ring | None = None, opening: int = 0
+) -> Tensor:
+    """Returns the nll of each token, given the tokens before it in the first window that contains it.
+
+    The first `opening` of the tokens, ids [n], open each window and are not scored. The nll is [n] float32 on the CPU, NaN for
+    tokens that are not scored: those outside of windows, and the first token of a window without opening tokens, unless an
+    earlier window scored it.
+    """
+    nll, scored = torch.full((len(ids),), torch.nan), opening
+    for first, stop in windows:
         if stop - first + opening >= 2:
             row = torch.cat([ids[:opening], ids[first:stop]])
             nll[scored:stop] = perplexity(model, row, ring=ring).token_nll[0, opening + scored - first :]
         scored = stop
-        if stop == end:
-            break
     return nll

@@ -21,6 +21,7 @@ from ..plan.branches import check_count
 from ..ring.ring import Ring
 from ..transport.agreement import digest
 from .logits import check_finite, label_nll
+from .progress import moved_by_layers, progress_bar
 
 #: The entries of a tokenizer's result; scoring needs the first two. Those of a processor are 0 for text.
 _TAKEN = {
@@ -71,6 +72,7 @@ def perplexity(
     *,
     attention_mask: Tensor | None = None,
     logits_at_once: int = 512,
+    progress: bool = False,
 ) -> PerplexityReport:
     """Measures how well a causal language model predicts each token of whole sequences from the earlier tokens that it sees.
 
@@ -85,6 +87,7 @@ def perplexity(
         attention_mask: like input_ids, of integers or bool: 1 for tokens, and 0 for padding before and after them, which is
             neither seen nor scored.
         logits_at_once: the number of tokens in a slice.
+        progress: whether a bar counts the tokens, layer by layer; a file gets a line of it every half minute.
 
     Returns:
         The report, the same on every rank.
@@ -117,12 +120,13 @@ def perplexity(
 
     start = time.perf_counter()
     token_nll = torch.full(ids.shape, torch.nan)
-    with evaluating(inner):
+    with evaluating(inner), progress_bar("perplexity", int(mask.sum()), not progress or served.rank > 0) as bar:
         for row, (first, stop) in enumerate(map(_extent, mask)):
             if stop - first > 1:
                 tokens = ids[row, first:stop].to(inner.device)[None]
                 labels = nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORED)
-                nll = label_nll(inner, served, tokens, labels, logits_at_once)[0, :-1]
+                with moved_by_layers(bar, inner, tokens.numel()):
+                    nll = label_nll(inner, served, tokens, labels, logits_at_once)[0, :-1]
                 check_finite(nll, inner, "perplexity")
                 token_nll[row, first + 1 : stop] = nll
     scored, seconds = ~token_nll.isnan(), time.perf_counter() - start

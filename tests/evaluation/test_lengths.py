@@ -9,7 +9,8 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 import hf_ring_attention as ra
-from hf_ring_attention.evaluation.lengths import figures_by_length, sum_of_texts, windowed_nll
+from hf_ring_attention.evaluation import progress
+from hf_ring_attention.evaluation.lengths import figures_by_length, nll_of_windows, sum_of_texts, windows_of
 from hf_ring_attention.evaluation.texts import opening_tokens, tokenized_text
 from tests.support.evaluation import load, made_up_text, save_checkpoint
 from tests.support.ranks import run_simulated
@@ -48,7 +49,8 @@ def test_windows_open_and_score_each_token_in_the_first_of_them(rng, strided, co
         length, window = rng.randint(2, 60), rng.randint(5, 30)
         stride, room = rng.randint(1, window) if strided else None, window - count
         opening, ids = torch.randint(1, 97, (count,)), torch.randint(1, 97, (length,))
-        nll = windowed_nll(model, torch.cat([opening, ids]), window, stride, opening=count)
+        windows = windows_of(count + length, window, stride, count)
+        nll = nll_of_windows(model, torch.cat([opening, ids]), windows, opening=count)
         step, expected = min(stride or room, room), torch.full((count + length,), torch.nan)
         for begin in range(0, max(length - room + step, 1), step):
             part = ids[begin : begin + room]
@@ -65,9 +67,9 @@ def test_windows_open_and_score_each_token_in_the_first_of_them(rng, strided, co
 
 def test_windows_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="from 1 to the window of 8 tokens, got 9"):
-        windowed_nll(tiny_llama(), torch.arange(20), 8, 9)
+        windows_of(20, 8, 9)
     with pytest.raises(ValueError, match="a window of 2 tokens has no room: 2 tokens open it"):
-        windowed_nll(tiny_llama(), torch.arange(9), 2, 1, opening=2)
+        windows_of(9, 2, 1, opening=2)
 
 
 @pytest.mark.parametrize("count", [0, 2])
@@ -131,7 +133,7 @@ def test_figures_are_the_sums_of_windows(folder):
         seed = int(one.text[-1])
         ra.patch_model(model, PATTERNS[one.pattern] or "window:16+2")
         ids = tokenized_text(made_up_text(seed), tokenizer, 131 + seed).ids
-        nll = windowed_nll(model, ids, one.length, 31, opening=1)[1:]
+        nll = nll_of_windows(model, ids, windows_of(len(ids), one.length, 31, 1), opening=1)[1:]
         assert one.tokens == one.size == len(nll) == 130 + seed  # A token is a byte.
         assert one.nll == pytest.approx(float(nll.double().sum()), rel=EXACT)
         assert one.perplexity == pytest.approx(math.exp(one.nll / one.tokens))
@@ -150,3 +152,18 @@ def test_a_ring_finds_what_one_process_finds(folder):
         for one, alone in zip(found, expected, strict=True):
             assert replace(one, seconds=0, nll=0) == replace(alone, seconds=0, nll=0)
             assert one.nll == pytest.approx(alone.nll, rel=1e-6)
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_a_bar_moves_with_each_layer_and_ends_at_its_total(checkpointing, monkeypatch):
+    """Models without layers that can be checkpointed move it once a row."""
+    moves = []
+    monkeypatch.setattr(progress.tqdm, "update", lambda bar, n=1: bar.disable or moves.append((n, bar.total)))
+    if not checkpointing:
+        monkeypatch.setattr(progress, "GradientCheckpointingLayer", int)
+    model, ids = tiny_llama(), torch.arange(1, 61).view(2, 30)
+    shown, hidden = (ra.perplexity(model, ids, progress=x).token_nll for x in (True, False))
+    torch.testing.assert_close(shown, hidden, rtol=0, atol=0, equal_nan=True)
+    parts = model.config.num_hidden_layers if checkpointing else 1
+    assert [move for move in moves if move[0]] == [(30 / parts, 60)] * parts * 2
+    assert not any(module._forward_pre_hooks for module in model.model.layers.modules())

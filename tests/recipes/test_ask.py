@@ -3,6 +3,7 @@
 import json
 
 import ask
+import common
 import pytest
 import torch
 
@@ -107,7 +108,7 @@ def test_a_model_without_a_pattern_cache_keeps_every_row(model_type, reason):
 def test_the_bar_counts_every_token_once(folder, capsys):
     model, _ = load(folder / "model", torch.float32)
     ra.patch_model(model, "window:16")
-    with ask.progress(model, 101, shown=True) as bar:
+    with common.reading(model, 101, shown=True) as bar:
         for piece in (50, 50, 1):
             bar.piece = piece
             model(torch.arange(piece)[None] + 3, use_cache=False)

@@ -28,7 +28,7 @@ from ..progress import progress_bar
 from ..whole_files import own_folder
 from .choice import BudgetOf, Cost, squares_of
 from .result import CalibratedText, Calibration
-from .search import Search
+from .search import Search, tokens_of_bar
 from .texts import SHORTEST_RETRIEVAL_TEXT, plain_text, retrieval_text
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ def calibrate(
         refinements: how often the scores are corrected around the last choice. A correction may harm other kinds of texts.
         seed: decides the tokens drawn in the first pass, and the retrieval text.
         folder: for measurements. A run that was killed continues from there, with the same result; another budget reuses them.
-        progress: whether a bar counts the passes of texts; a file gets a line of it every half minute.
+        progress: whether a bar counts the tokens of all passes, layer by layer; a file gets a line of it every half minute.
 
     Returns:
         The patterns, with scores and measured losses, the same on every rank.
@@ -129,8 +129,8 @@ def calibrate(
     plain = [plain_text(row, seed) for row in rows]
     answers = [retrieval_text(rows[0], seed)] if retrieval else []
     written_to = None if folder is None else Path(folder)
-    passes = 2 * len(plain) * (1 + refinements) + len(answers)  # Each choice is tried by forward passes.
-    bar = progress_bar("calibrate", passes, "pass", silent=not progress or served.rank > 0)
+    tokens = tokens_of_bar(plain, answers, refinements)
+    bar = progress_bar("calibrate", tokens, silent=not progress or served.rank > 0)
     with _measuring(inner, served, written_to), bar:
         search = Search(inner, served, plain, patterns, written_to, settings, bar)
         best = search.first_choice(answers, retrieval, cost, budget)

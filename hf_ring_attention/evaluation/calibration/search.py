@@ -21,6 +21,7 @@ from ...hf.config import patch_config
 from ...plan.patterns import Pattern
 from ...ring.ring import Ring
 from ...transport.agreement import digest
+from ..progress import moved_by_layers
 from ..whole_files import whole_file
 from .choice import Cost, choose, squares_of
 from .passes import TextChanges, measure_text
@@ -30,6 +31,14 @@ from .texts import ScoredText
 _FORMAT = 7
 #: Factors of the harm that changes are expected to do together, tried in turn until a refined choice is better.
 CAUTION = (1.0, 2.0, 4.0)
+#: A backward pass, with all patterns of the menu, moves the bar as far as so many forward passes.
+BACKWARD_PASS = 5
+
+
+def tokens_of_bar(texts: Sequence[ScoredText], answers: Sequence[ScoredText], refinements: int) -> int:
+    """Returns the tokens of all passes: a forward and a backward pass, and one that tries a choice, of all texts each time."""
+    of_texts, of_answers = (sum(len(text.ids) for text in of) for of in (texts, answers))
+    return (2 + BACKWARD_PASS) * (1 + refinements) * of_texts + (1 + BACKWARD_PASS) * of_answers
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,7 @@ class Search:
     """Chooses patterns for a patched model, whose G groups of heads are in the order of their layers.
 
     The names of files in the folder contain a checksum of everything that decides their measurements, such as `settings`, so
-    another calibration neither reads nor overwrites them. `bar` is a bar like tqdm's, which counts passes.
+    another calibration neither reads nor overwrites them. `bar` is a bar like tqdm's, of tokens: see `tokens_of_bar`.
 
     Attributes, after `first_choice`:
         heads: the number of key/value heads of each layer without a window in the model.
@@ -108,7 +117,7 @@ class Search:
             if np.array_equal(chosen, best.chosen):
                 break
             if caution != CAUTION[0]:
-                self._bar.total += len(self._texts)
+                self._bar.total += sum(len(text.ids) for text in self._texts)
             candidate = self._tried(chosen)
             if candidate.divergence < best.divergence:
                 return candidate
@@ -132,7 +141,8 @@ class Search:
 
     def _measured(self, layers: Mapping[int, Pattern], text: ScoredText, menu: Sequence[Pattern] = ()) -> TextChanges:
         """Measures a text under patterns of layers, or reads the measurement; without a menu, by a forward pass."""
-        changes, file = None, None
+        changes, file, tokens = None, None, len(text.ids)
+        passes = (tokens, BACKWARD_PASS * tokens) if menu else (tokens,)
         if self._folder is not None:
             names = {layer: str(pattern) for layer, pattern in sorted(layers.items())}
             checksum = digest([self._settings, text.digest, names])
@@ -143,16 +153,20 @@ class Search:
             if layers:  # Every choice is compared with the hidden states under exact attention.
                 if text.digest not in self._exact:
                     self._set({})
-                    self._exact[text.digest] = measure_text(self._model, self._ring, text)[1]
+                    self._bar.total += tokens
+                    with moved_by_layers(self._bar, self._model, tokens):
+                        self._exact[text.digest] = measure_text(self._model, self._ring, text)[1]
                 exact = self._exact[text.digest]
             self._set(layers)
-            changes, _ = measure_text(self._model, self._ring, text, menu, exact)
+            with moved_by_layers(self._bar, self._model, *passes):
+                changes, _ = measure_text(self._model, self._ring, text, menu, exact)
             if file is not None:
                 with self._ring.agreement(f"writing {file.name}"):
                     if self._ring.rank == 0:
                         with whole_file(file) as part:
                             torch.save(vars(changes), part)
-        self._bar.update()
+        else:
+            self._bar.update(sum(passes))
         return changes
 
     def _read(self, file: Path) -> TextChanges | None:
