@@ -16,6 +16,8 @@ import hf_ring_attention as ra
 
 #: The packages that single options need, as pip takes them.
 EXTRAS = {"matplotlib": "'matplotlib>=3.8'", "peft": "'peft>=0.21'", "gguf": "'gguf>=0.17.1'", "rich": "'rich>=13'"}
+#: In place of a pattern's text: the pattern that the model was saved with.
+OWN = "own"
 DTYPES = ("float32", "bfloat16", "float16")
 PATTERN_HELP = (
     "exact, window:LENGTH+SINKS, pyramid:WINDOW,LEVELS, longnet:LENGTH/RATE,... or the file calibration.json that "
@@ -101,6 +103,11 @@ def pattern_source(text: str) -> str:
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
+
+
+def pattern_or_own(text: str) -> str:
+    """Reads what `pattern_source` reads, or "own"."""
+    return text if text == OWN else pattern_source(text)
 
 
 def missing_extra(*modules: str) -> str | None:

@@ -14,6 +14,7 @@ rates eight numbers, the right one among them: if it finds nothing, each has 1/8
 from __future__ import annotations
 
 import argparse
+import copy
 import inspect
 import itertools
 import json
@@ -31,6 +32,7 @@ import torch
 from accelerate import Accelerator
 from arguments import (
     DTYPES,
+    OWN,
     PATTERN_HELP,
     at_least,
     check_extra,
@@ -38,7 +40,7 @@ from arguments import (
     existing_file,
     load_pattern,
     new_file,
-    pattern_source,
+    pattern_or_own,
     token_count,
 )
 from bench.timing import Several, renamed
@@ -111,7 +113,9 @@ def candidate_losses(model: Any, prompt: list[int], candidates: list[list[int]],
     name = "cache" if "cache" in names else "past_key_values"  # Transformers 5.24 renamed it.
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     read, losses = torch.tensor([prompt[:-1]], device=model.device), []
-    cache, held = ra.prefill(model, read), read.shape[1]
+    held = read.shape[1]
+    with common.reading(model, held, common.at_terminal(), leave=False):
+        cache = ra.prefill(model, read)
     for candidate in candidates:
         labels = torch.tensor(candidate, device=model.device)
         step = torch.tensor([[prompt[-1], *candidate[:-1]]], device=model.device)
@@ -129,9 +133,12 @@ def candidate_losses(model: Any, prompt: list[int], candidates: list[list[int]],
 
 def answers(model: Any, writer: Writer, args: argparse.Namespace, ring: ra.Ring) -> Iterator[dict[str, Any]]:
     """Yields a row of figures for each question, pattern by pattern."""
+    own = copy.deepcopy(getattr(model.config.get_text_config(), "ring_dilated", None))
     for name, pattern in args.patterns.items():
+        if pattern is None:
+            common.set_pattern(model, own)
         ra.patch_model(model.eval(), pattern, ring=ring)
-        at_once = common.fewest_last(common.pattern_settings(pattern))
+        at_once = common.fewest_last(own if pattern is None else common.pattern_settings(pattern))
         for key in itertools.product(args.tasks, args.lengths, args.depths, range(args.samples)):
             losses = candidate_losses(model, *writer.question(*key), at_once)
             yield {
@@ -189,8 +196,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     common.add_model(parser)
     add, text = parser.add_argument, "text files for needles; default: the topics of Python 3.11's manual"
     add("--text", type=existing_file, nargs="+", action="extend", metavar="FILE", help=text)
-    patterns = f"{PATTERN_HELP} (default {' '.join(PATTERNS)})"
-    add("--pattern", dest="patterns", type=pattern_source, nargs="+", action=Several, default=PATTERNS, help=patterns)
+    patterns = f"{PATTERN_HELP}, or own: the model's (default {' '.join(PATTERNS)})"
+    add("--pattern", dest="patterns", type=pattern_or_own, nargs="+", action=Several, default=PATTERNS, help=patterns)
     add("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="default: both")
     several = {"nargs": "+", "action": Several, "metavar": "N"}
     lengths = "tokens of prompts with their answers (default 1k 2k)"
@@ -203,7 +210,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--json", type=new_file, help="file for the figures of every question")
     add("--plot", type=new_file, help="file for a picture: probability by depth and length")
     args = parser.parse_args(renamed(parser, argv, patterns="pattern", lengths="tokens"))
-    args.patterns = {name: load_pattern(name) for name in args.patterns}
+    args.patterns = {name: None if name == OWN else load_pattern(name) for name in args.patterns}
     for name in ("tasks", "lengths", "depths"):
         setattr(args, name, list(dict.fromkeys(getattr(args, name))))
     if not all(0 <= depth <= 1 for depth in args.depths):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..evaluation.whole_files import write_whole
 from .options import Parser, Refusal, above_zero, at_least, checked, new_folder, text_file, token_count
-from .output import layer_numbers, print_table, short_count
+from .output import layer_numbers, print_table, short_count, stdout_left_alone, wrote_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,6 +48,7 @@ def add_calibrate(parser: Parser) -> None:
     add("--output", metavar="FOLDER", type=new_folder, help=text)
     parser.add_picture("--plot", "Draw the pattern of each layer and key/value head.")
     parser.add_choice("--dtype", ("float32", "bfloat16", "float16"), "Type of numbers", "float32")
+    parser.add_json()
 
 
 def calibrate_command(args: Namespace) -> None:
@@ -71,22 +72,31 @@ def calibrate_command(args: Namespace) -> None:
 
     trust = args.trust_remote_code
     checked("--tokens", check_positions, checked("--model", load_config, args.model, trust=trust), args.tokens)
-    ring, device = ring_of_processes()
-    if args.budget_of == "bytes" and args.ranks is None and ring.world_size == 1:
-        raise Refusal("one process moves no bytes: name the ranks of the ring, 2 or more", "--ranks")
-    tokenizer = checked("--model", load_tokenizer, args.model, trust)
-    rows = [row for text in args.text for row in checked("--text", rows_of, tokenizer, *text, args.tokens, args.rows)]
-    model = checked("--model", load_model, args.model, args.dtype, device, trust)
-    options = {name: getattr(args, name) for name in ("budget", "budget_of", "ranks", "refinements", "seed")}
-    options |= {name: getattr(args, name) for name in ("menu", "retrieval") if getattr(args, name) is not None}
-    folder = None if args.output is None else args.output / MEASURED
-    calibration = checked(None, calibrate, model, rows, ring=ring, folder=folder, **options)
+    with stdout_left_alone(args.json):
+        ring, device = ring_of_processes()
+        if args.budget_of == "bytes" and args.ranks is None and ring.world_size == 1:
+            raise Refusal("one process moves no bytes: name the ranks of the ring, 2 or more", "--ranks")
+        tokenizer = checked("--model", load_tokenizer, args.model, trust)
+        rows = [
+            row for text in args.text for row in checked("--text", rows_of, tokenizer, *text, args.tokens, args.rows)
+        ]
+        model = checked("--model", load_model, args.model, args.dtype, device, trust)
+        options = {name: getattr(args, name) for name in ("budget", "budget_of", "ranks", "refinements", "seed")}
+        options |= {name: getattr(args, name) for name in ("menu", "retrieval") if getattr(args, name) is not None}
+        folder = None if args.output is None else args.output / MEASURED
+        calibration = checked(None, calibrate, model, rows, ring=ring, folder=folder, **options)
     if ring.rank > 0:
         return
     with redirect_stdout(io.StringIO()) as report:
         _print_patterns(calibration, f"{args.model}, {args.dtype}")
         _print_texts(calibration, [name for name, _ in args.text], args.rows)
-    print(report.getvalue(), end="")
+    shares = {"flops": calibration.flop_share, "cache": calibration.share("cache")}
+    shares |= {"cache_reads": calibration.share("cache_reads")}
+    shares |= {"bytes": calibration.share("bytes")} if calibration.ranks else {}
+    figures = {"model": args.model, "dtype": args.dtype, "shares": shares, **calibration.to_dict()}
+    alone = wrote_json(figures, args.json)
+    if not alone:
+        print(report.getvalue(), end="")
     if args.output is not None:
         calibration.save(args.output / CALIBRATION)
         patch_config(copy.deepcopy(model.config), calibration).save_pretrained(args.output)
@@ -95,7 +105,8 @@ def calibrate_command(args: Namespace) -> None:
         from .plots import plot_calibration  # It imports matplotlib.
 
         plot_calibration(calibration, args.plot)
-    print("\n".join(f"wrote {place}" for place in (args.output, args.plot) if place is not None))
+    for place in filter(None, () if alone else (args.output, args.plot, args.json)):
+        print(f"wrote {place}")
 
 
 def rows_of(tokenizer: Any, name: str, content: str, tokens: int, count: int) -> list[Tensor]:
@@ -134,7 +145,7 @@ def _print_patterns(calibration: Calibration, model: str) -> None:
         notes.insert(3, f"{calibration.share('bytes'):.2%} of the bytes of a ring of {calibration.ranks}")
     title = f"{model}: {total} groups of heads in {len(heads)} layers"
     print_table(
-        title, ("pattern", "FLOPs of exact's", "cache of exact's", "groups", "of all", "in layers"), rows, notes
+        title, ("pattern", "share of exact FLOPs", "share of its cache", "groups", "of all", "in layers"), rows, notes
     )
 
 

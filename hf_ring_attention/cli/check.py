@@ -7,10 +7,11 @@ import sys
 import textwrap
 import time
 from argparse import Namespace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from .options import Parser, Refusal, above_zero, at_least, checked
-from .output import terminal
+from .output import stdout_left_alone, terminal, wrote_json
 
 if TYPE_CHECKING:
     from .checks.runner import Verdict
@@ -30,6 +31,7 @@ def add_check(parser: Parser) -> None:
     parser.add_pattern("The job's pattern; default: the model's, else exact.")
     text = "The longest for each check (default 30)."
     add("--timeout", metavar="SECONDS", type=above_zero(), default=30.0, help=text)
+    parser.add_json()
 
 
 def check_command(args: Namespace) -> int:
@@ -55,14 +57,15 @@ def check_command(args: Namespace) -> int:
     verdicts: dict[str, Verdict] = {}
     run = checked(None, meet_processes, args)
     try:
-        for name, verdict in run_checks(run, all_checks(run.ring_size)):
-            verdicts[name] = verdict
-            if run.rank == run.speaker:
-                _print_verdict(name, verdict, console)
+        with stdout_left_alone(args.json):
+            for name, verdict in run_checks(run, all_checks(run.ring_size)):
+                verdicts[name] = verdict
+                if run.rank == run.speaker:
+                    _print_verdict(name, verdict, console)
     except RuntimeError as error:  # The store is gone, with the process that held it.
         print(f"hf-ring-attention check: {error}", file=sys.stderr)
         os._exit(1)
-    if run.rank == run.speaker:
+    if run.rank == run.speaker and not wrote_json({name: asdict(x) for name, x in verdicts.items()}, args.json):
         console.print(_summary(verdicts, time.monotonic() - start))
     status = int(any(verdict.status == "failed" for verdict in verdicts.values()))
     if any(verdict.out_of_step for verdict in verdicts.values()):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 from argparse import BooleanOptionalAction, Namespace
 from dataclasses import asdict
 from inspect import signature
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..cost.memory import NUMBER_BYTES, PARALLELS
 from .options import Parser, at_least, checked, memory_size, token_count
-from .output import print_table, short_bytes, short_count
+from .output import print_table, short_bytes, short_count, wrote_json
 
 if TYPE_CHECKING:
     from ..cost.estimate import Estimate
@@ -72,8 +71,7 @@ def estimate_command(args: Namespace) -> None:
         from .plots import plot_estimate
 
         plot_estimate(answer, args.plot)
-    if args.json:
-        print(json.dumps(figures, indent=1))
+    if wrote_json(figures, args.json):
         return
     _print_estimate(answer, figures, args.model)
     if args.plot is not None:

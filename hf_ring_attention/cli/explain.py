@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from ..cost.cache import CacheBytes, sum_of_caches
-from ..cost.explain import Explanation, compared, number_bytes, time_of_layer
+from ..cost.explain import Explanation, LayerTime, compared, number_bytes, time_of_layer
 from ..cost.layers import ModelAttention, ModelMixers, StepExplanation, explain_layers
 from ..hf.models import why_not
 from ..plan.choices import check_choices
@@ -15,7 +17,10 @@ from ..plan.patterns import Pattern
 from ..plan.problem import Documents
 from ..plan.traffic import RankTraffic
 from .options import Parser, Refusal, above_zero, at_least, checked
-from .output import layer_numbers, print_table, short_bytes, short_count, terminal
+from .output import layer_numbers, print_table, short_bytes, short_count, terminal, wrote_json
+
+#: The times of a layer by each transport, over each link.
+Times = dict[str, list[LayerTime]]
 
 
 def add_explain(parser: Parser) -> None:
@@ -31,6 +36,7 @@ def add_explain(parser: Parser) -> None:
     add("--gbps", metavar="X", nargs="+", type=above_zero(), default=[3600, 400], help=text)
     add("--tflops", metavar="X", type=above_zero(), default=400, help="10^12 operations a second of a device (400).")
     parser.add_transport()
+    parser.add_json()
 
 
 def explain_command(args: Namespace) -> None:
@@ -53,36 +59,71 @@ def explain_command(args: Namespace) -> None:
     call |= {"seq_len": args.tokens, "world_size": args.ranks, "heads": args.ring_heads}
     call |= {"causal": not args.bidirectional, "documents": None if rows is None else rows * args.batch_size}
     step = checked(None, explain_layers, attention, **call)
-    times = _times(args, step)
-    _print_step(step, [*_facts(args, attention, step), *(("times", sentence) for sentence, _ in times)])
-    if times:
-        headings = ["pattern", "transport", "computing"]
-        for link in args.gbps:
-            headings += [f"{link:g} Gbit/s", "hidden"]
-        notes = [
-            "hidden: the share of the time of messages that passes while a rank computes",
-            f"arithmetic from the plan, for devices of {args.tflops:g} TFLOP/s (--tflops) and these links (--gbps)",
-        ]
-        title = "Milliseconds of one layer, forward and backward, of the busiest rank"
-        print_table(title, headings, [row for _, of_pattern in times for row in of_pattern], notes, left=2)
+    times = [_times(args, call) if args.ranks > 1 else {} for _, call in step.calls]
+    if wrote_json(_figures(attention, step, times, args.gbps), args.json):
+        return
+    facts = _facts(args, attention, step)
+    if args.ranks == 1:
+        _print_step(step, facts)
+    else:
+        _print_step(step, [*facts, *_comparisons(args, step, times)])
+        _print_times(args, step, times)
 
 
-def _times(args: Namespace, step: StepExplanation) -> list[tuple[str, list[list[str]]]]:
-    """Returns, for each pattern, a sentence that compares the transports, and their rows in the table of times."""
-    found = []
-    for _, call in step.calls if args.ranks > 1 else ():
-        rows, times = [], {}
-        for name in call.balance:
-            cells: list[str] = []
-            for link in args.gbps:
-                times[name] = time = time_of_layer(call, name, flops=args.tflops * 1e12, bandwidth=link * 1e9 / 8)
-                hidden = f"{time.hidden / time.moving:.0%}" if time.moving else ""
-                cells += [f"{1e3 * time.total:.3g}", hidden]
-            mark = " *" * (name == call.decision.choice)
-            rows.append([str(call.pattern), name + mark, f"{1e3 * times[name].computing:.3g}", *cells])
-        of_pattern = f"{call.pattern}: " * (len(step.calls) > 1)
-        found.append((of_pattern + compared(call, times, f"{args.gbps[-1]:g} Gbit/s"), rows))
-    return found
+def _times(args: Namespace, call: Explanation) -> Times:
+    """Returns the times of a layer by each transport, over each link."""
+    speeds = [{"flops": args.tflops * 1e12, "bandwidth": link * 1e9 / 8} for link in args.gbps]
+    return {name: [time_of_layer(call, name, **speed) for speed in speeds] for name in call.balance}
+
+
+def _comparisons(args: Namespace, step: StepExplanation, times: list[Times]) -> Iterator[tuple[str, str]]:
+    """Yields a line for each pattern, with its name, that compares the transports over the last link."""
+    for (_, call), of_pattern in zip(step.calls, times):
+        last = {name: of_links[-1] for name, of_links in of_pattern.items()}
+        pattern = f"{call.pattern}: " * (len(step.calls) > 1)
+        yield "times", pattern + compared(call, last, f"{args.gbps[-1]:g} Gbit/s")
+
+
+def _print_times(args: Namespace, step: StepExplanation, times: list[Times]) -> None:
+    headings = ["pattern", "transport", "computing"]
+    for link in args.gbps:
+        headings += [f"{link:g} Gbit/s", "hidden"]
+    rows = []
+    for (_, call), of_pattern in zip(step.calls, times):
+        for name, of_links in of_pattern.items():
+            cells = [f"{1e3 * of_links[0].computing:.3g}"]
+            for time in of_links:
+                cells += [f"{1e3 * time.total:.3g}", f"{time.hidden / time.moving:.0%}" if time.moving else ""]
+            rows.append([call.pattern, name + " *" * (name == call.decision.choice), *cells])
+    notes = [
+        "hidden: the share of the time of messages that passes while a rank computes",
+        f"arithmetic from the plan, for devices of {args.tflops:g} TFLOP/s (--tflops) and these links (--gbps)",
+    ]
+    title = "Milliseconds of one layer, forward and backward, of the busiest rank"
+    print_table(title, headings, rows, notes, left=2)
+
+
+def _figures(attention: ModelAttention, step: StepExplanation, times: list[Times], links: list[float]) -> Any:
+    """Returns all figures, as JSON has them: bytes, seconds, and FLOPs of the busiest rank's forward pass."""
+    layout, patterns = step.base.layout, []
+    for (layers, call), of_pattern in zip(step.calls, times):
+        of_layers: dict[str, Any] = {"pattern": str(call.pattern), "layers": layers}
+        of_layers |= {"transport": call.decision.choice, "reason": call.decision.reason, "flop_share": call.flop_share}
+        of_layers |= {"flops": max(share.forward_flops for share in call.ranks), "imbalance": call.balance}
+        of_layers |= {"bytes": {name: call.busiest(name) for name in call.balance}, "seconds": of_pattern}
+        patterns.append(of_layers | {"cache": call.cache and asdict(call.cache)})
+    figures: dict[str, Any] = {"model": attention.name or None, "tokens": layout.seq_len, "ranks": layout.world_size}
+    figures |= {"layout": layout.kind, "reason": step.base.layout_decision.reason, "imbalance": step.base.layouts}
+    whole = {"flops": step.flops, "flop_share": step.flop_share, "imbalance": step.imbalance, "bytes": step.traffic}
+    return _in_dicts(figures | {"patterns": patterns, "step": whole, "gbps": links, "bytes of a mixer": step.mixers})
+
+
+def _in_dicts(value: Any) -> Any:
+    """Returns a value with dicts in place of named tuples, which JSON would write as lists."""
+    value = value._asdict() if hasattr(value, "_asdict") else value
+    if isinstance(value, dict):
+        return {name: _in_dicts(x) for name, x in value.items()}
+    return [_in_dicts(x) for x in value] if isinstance(value, list) else value
 
 
 def attention_of(args: Namespace) -> ModelAttention:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import difflib
 from argparse import Namespace
 from collections.abc import Iterable
+from dataclasses import asdict
 from importlib.metadata import version
 
 from ..hf.models import release_of_table, supported_models
 from .options import Parser, Refusal
-from .output import print_table
+from .output import print_table, wrote_json
 
 
 def add_models(parser: Parser) -> None:
     text = "Model types, as config.json names them; default: all."
     parser.add_argument("types", nargs="*", metavar="TYPE", help=text)
+    parser.add_json()
 
 
 def models_command(args: Namespace) -> None:
@@ -32,7 +34,7 @@ def models_command(args: Namespace) -> None:
     newer = f"Transformers {installed} is installed, and this table is of {tested}: patch_model looks at the model."
     yes = {True: "yes", False: "no"}
     rows = [(x.model_type, x.status, yes[x.ring], yes[x.packed], x.reason or "") for x in models]
-    if rows:
+    if models and not wrote_json([asdict(model) for model in models], args.json):
         headings = ("type", "status", "ring", "packed rows", "reason")
         print_table("", headings, rows, [newer] if installed != tested else [], left=5)
     for name in args.types:

@@ -80,7 +80,8 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(name, choices=choices, metavar="NAME", default=default, help=text)
 
     def add_json(self) -> None:
-        self.add_argument("--json", action="store_true", help="Write JSON to stdout, and nothing else there.")
+        text = "Write the figures as JSON to a file, or to stdout, and then nothing else there."
+        self.add_argument("--json", metavar="FILE.json", nargs="?", const="", type=json_file, help=text)
 
     def add_pattern(self, text: str, name: str = "--pattern", **settings: Any) -> None:
         self.add_argument(name, metavar="TEXT", type=pattern_text, help=text, **settings)
@@ -206,16 +207,26 @@ def new_folder(text: str) -> Path:
     return Path(text)
 
 
-def picture_file(text: str) -> Path:
-    """Reads the name of a picture to write; its folder and matplotlib must be there."""
+def new_file(text: str, ends: Sequence[str]) -> Path:
+    """Reads the name of a file to write, with one of these ends, in a folder that exists."""
     path = Path(text)
-    if path.suffix not in PICTURE_FORMATS:
-        ends = ", ".join(PICTURE_FORMATS)
-        raise argparse.ArgumentTypeError(f"a file that ends in one of {ends} was expected, got {text!r}")
+    if path.suffix not in ends:
+        raise argparse.ArgumentTypeError(f"a file that ends in {' or '.join(ends)} was expected, got {text!r}")
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r} for {path.name!r}: make it first")
+    return path
+
+
+def picture_file(text: str) -> Path:
+    """Reads the name of a picture to write; matplotlib must be there."""
+    path = new_file(text, PICTURE_FORMATS)
     require_extra("a picture", "matplotlib")
     return path
+
+
+def json_file(text: str) -> Path | str:
+    """Reads the name of a file of figures to write; "" is stdout."""
+    return text and new_file(text, (".json",))
 
 
 def require_extra(purpose: str, module: str) -> None:

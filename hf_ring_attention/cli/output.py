@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 from typing import Any
+
+from ..evaluation.whole_files import write_whole
 
 #: The width of a table in characters if stdout is a file or a pipe.
 WIDTH_OF_FILES = 80
@@ -25,7 +29,10 @@ def terminal() -> Any:
 def print_table(
     title: str, headings: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str] = (), *, left: int = 1
 ) -> None:
-    """Prints a table, and below it notes, a line each; all columns but the first `left` ones are aligned to the right."""
+    """Prints a table, and below it notes, a line each; all columns but the first `left` ones are aligned to the right.
+
+    Where a long word would have to be broken, as the name of a file, the left columns have a number, which the notes explain.
+    """
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -33,11 +40,19 @@ def print_table(
     console = terminal()
     if title:
         console.print(Text(title, style="bold"))
-    texts = [[str(cell) for cell in row] for row in rows]
+    texts, room, numbers = [[str(cell) for cell in row] for row in rows], console.width - 2 * len(headings), {}
+    if (
+        sum(max((len(word) for text in column for word in text.split()), default=1) for column in zip(headings, *texts))
+        > room
+    ):
+        for row in texts:
+            for number, cell in enumerate(row[:left]):
+                if max(map(len, cell.split()), default=0) > LONGEST_UNBROKEN:
+                    row[number] = numbers.setdefault(cell, f"[{len(numbers) + 1}]")
+    notes = [*(f"{number} {cell}" for cell, number in numbers.items()), *notes]
     columns = [*zip(headings, *texts)]
     widths = [_unbroken(column) for column in columns]
     # If the lines are too long, break headings first, and words only if that is not enough.
-    room = console.width - 2 * len(columns)
     broken = sum(max(map(len, column)) for column in columns) > room >= sum(widths)
     shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
     for number, ((heading, *cells), width) in enumerate(zip(columns, widths)):
@@ -59,9 +74,22 @@ def _unbroken(column: Sequence[str]) -> int:
     return max((*short, *words), default=1)
 
 
+def wrote_json(figures: Any, place: Path | str | None) -> bool:
+    """Writes figures to the place that --json names, if any, and returns whether that was stdout, where nothing may follow."""
+    text = json.dumps(figures, indent=1)
+    if place:
+        write_whole(Path(place), f"{text}\n")
+    elif place is not None:
+        print(text)
+    return place == ""
+
+
 @contextmanager
-def stdout_left_alone() -> Iterator[None]:
-    """Sends the output of libraries and other processes to stderr, so that JSON stands alone on stdout."""
+def stdout_left_alone(place: Path | str | None) -> Iterator[None]:
+    """Sends the output of libraries and other processes to stderr, if JSON is to stand by itself on stdout."""
+    if place != "":
+        yield
+        return
     sys.stdout.flush()
     stdout_copy = os.dup(1)
     os.dup2(2, 1)

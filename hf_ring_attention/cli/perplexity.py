@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 from argparse import Namespace
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 from .options import Parser, Refusal, checked, comma_list, pattern_text, text_file, text_for, token_count
-from .output import print_table, short_count, stdout_left_alone
+from .output import print_table, short_count, stdout_left_alone, wrote_json
 
 #: In place of a pattern's text: the pattern in the model's config.
 OWN = "own"
@@ -75,7 +73,7 @@ def perplexity_command(args: Namespace) -> None:
         raise Refusal(f"it needs --tokens, and may be at most the shortest of them, got {args.stride}", "--stride")
     if args.plot is not None and len(lengths) == 1:
         raise Refusal("it needs two or more lengths of --tokens", "--plot")
-    with stdout_left_alone() if args.json else nullcontext():
+    with stdout_left_alone(args.json):
         ring, device = ring_of_processes()
         tokenizer = checked("--model", load_tokenizer, args.model, trust)
         texts = {name: tokenized_text(text, tokenizer, args.text_tokens or max(lengths)) for name, text in files}
@@ -91,10 +89,8 @@ def perplexity_command(args: Namespace) -> None:
         from .plots import plot_perplexities  # It imports matplotlib.
 
         plot_perplexities(rows, args.plot)
-    if ring.rank == 0 and args.json:
-        setting = {"model": args.model, "dtype": args.dtype, "processes": ring.world_size}
-        print(json.dumps({**setting, "rows": rows}, indent=1))
-    elif ring.rank == 0:
+    setting = {"model": args.model, "dtype": args.dtype, "processes": ring.world_size}
+    if ring.rank == 0 and not wrote_json({**setting, "rows": rows}, args.json):
         _print_rows(rows, f"{args.model}, {args.dtype}", len(lengths) > 1 or args.text_tokens is not None)
 
 
@@ -105,7 +101,6 @@ def _measured(
     from ..cost.models import attention_of_model
     from ..evaluation.calibration.result import load_pattern
     from ..evaluation.lengths import figures_by_length, sum_of_texts
-    from ..evaluation.progress import progress_bar
     from ..hf.registration import IMPLEMENTATION
 
     names = list(dict.fromkeys(args.pattern or USUAL_PATTERNS))
@@ -114,10 +109,7 @@ def _measured(
     patterns = {name: None if name == OWN else load_pattern(name) for name in names}
     source = copy.deepcopy(model.config), args.model
     attention = {name: checked("--pattern", attention_of_model, *source, pattern) for name, pattern in patterns.items()}
-    steps = len(names) * len(texts) * len(lengths)
-    with progress_bar("perplexity", total=steps, silent=ring.rank > 0) as bar:
-        options = model, texts, patterns, lengths, args.stride, ring, bar.update
-        figures = checked(None, figures_by_length, *options)
+    figures = checked(None, figures_by_length, model, texts, patterns, lengths, args.stride, ring, ring.rank == 0)
     rows = []
     for text, length, name in itertools.product([*texts, *["all"] * (len(texts) > 1)], lengths, names):
         group = [one for one in figures if (one.length, one.pattern) == (length, name) and text in (one.text, "all")]
@@ -139,12 +131,11 @@ def _print_rows(rows: Sequence[dict[str, Any]], title: str, by_length: bool) -> 
         "perplexity": lambda row: f"{row['perplexity']:.3f}",
         "change": lambda row: f"{row['perplexity'] / first[row['text'], row['length']] - 1:+.1%}",
         "bits per byte": lambda row: "-" if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.3f}",
-        "FLOPs of exact's": lambda row: f"{row['share_of_exact_flops']:.1%}",
+        "share of exact FLOPs": lambda row: f"{row['share_of_exact_flops']:.1%}",
         "tokens scored": lambda row: row["tokens"],
         "seconds": lambda row: f"{row['seconds']:.1f}",
     }
-    if not by_length:
-        del columns["length"]
+    del columns["seconds" if by_length else "length"]  # Lines of both would be too long.
     if len({row["pattern"] for row in rows}) == 1:
         del columns["change"]
     cells = [[cell(row) for cell in columns.values()] for row in rows]

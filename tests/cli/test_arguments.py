@@ -40,7 +40,8 @@ REFUSED = [
     ("models lama", "TYPE: 'lama' is not a model type of Transformers"),
     (f"{ESTIMATE} --memory 80", "--memory: a size of memory such as 80GB or 80GiB was expected, got '80'"),
     (f"{ESTIMATE} --memory {'9' * 400}GB", "--memory: a size of memory such as 80GB or 80GiB was expected, got '999"),
-    (f"{ESTIMATE} --plot {{file}}", "--plot: a file that ends in one of .png, .svg, .pdf was expected, got '{file}'"),
+    (f"{ESTIMATE} --json {{file}}", "--json: a file that ends in .json was expected, got '{file}'"),
+    (f"{ESTIMATE} --plot {{file}}", "--plot: a file that ends in .png or .svg or .pdf was expected, got '{file}'"),
     (f"{ESTIMATE} --plot none/a.png", "--plot: there is no folder 'none' for 'a.png': make it first"),
     (
         "perplexity --model a --text {file} --pattern no.json",
@@ -109,7 +110,7 @@ def test_a_command_refuses_the_old_names_of_others(refusal):
         ("a b --tokens 1k 2k,3k", [1024, 2048, 3072], ["a", "b"]),
         ("--tokens 1k 2k a b", [1024, 2048], ["a", "b"]),
         ("a --tokens 1k b", [1024], ["a", "b"]),
-        ("--model a --tokens=7 --text {file} --json 8", [7], ["8"]),
+        ("--model a --tokens=7 --text {file} --trust-remote-code 8", [7], ["8"]),
     ],
 )
 def test_numbers_end_where_other_words_begin(words, tokens, rest, places):

@@ -69,6 +69,14 @@ def test_one_process(alone):
     assert re.search(r"float64 \S+e-1\d of 1.0e-12, float32 \S+e-0\d of \S+e-0\d", found["oracle local"][1])
 
 
+def test_verdicts_as_json(alone, tmp_path):
+    status, printed = alone("--json", str(tmp_path / "verdicts.json"))
+    found = json.loads((tmp_path / "verdicts.json").read_text())
+    assert status == 0 and {name: x["text"] for name, x in found.items() if x["status"] == "ok"} == {
+        name: text for name, (verdict, text) in verdicts(printed)[0].items() if verdict == "ok"
+    }
+
+
 def command_of_rank(words):
     """The command as a process of a launcher."""
     begin_as_a_program()

@@ -14,7 +14,7 @@ import hf_ring_attention as ra
 from hf_ring_attention import __version__
 from hf_ring_attention.cli.main import COMMANDS
 from hf_ring_attention.cli.output import layer_numbers, print_table, short_bytes, short_count, short_seconds
-from hf_ring_attention.cost.explain import explain
+from hf_ring_attention.cost.explain import explain, time_of_layer
 from hf_ring_attention.cost.layers import explain_layers
 from hf_ring_attention.cost.models import attention_of_model, load_config
 from hf_ring_attention.cost.questions import most_cached_tokens
@@ -77,6 +77,12 @@ def test_explain_prints_what_the_library_finds(options, command):
         sizes = expected.busiest(name)
         figures = map(short_bytes, (sizes.forward.received, sizes.backward.received, sizes.buffers))
         assert re.search(rf" {name}{mark} +{' +'.join(figures)} ", printed), name
+    found = json.loads(command(f"explain {CALL} --pattern window:512+4 --gbps 10{options} --json"))
+    (of_layer,) = found["patterns"]
+    assert (found["layout"], of_layer["transport"]) == (expected.layout.kind, expected.decision.choice)
+    for name, (seconds,) in of_layer["seconds"].items():
+        assert of_layer["bytes"][name]["buffers"] == expected.busiest(name).buffers
+        assert seconds == time_of_layer(expected, name, flops=4e14, bandwidth=1.25e9)._asdict()
 
 
 def test_explain_adds_up_layers_of_two_kinds(gemma, command):
@@ -156,6 +162,7 @@ def test_models_say_what_works_and_why_not(command, ended):
     printed = command("models")
     assert re.search(r"^llama +supported +yes +yes", printed, re.MULTILINE)
     assert re.search(r"^bloom +refused +no +no +BloomForCausalLM", printed, re.MULTILINE)
+    assert [x["status"] for x in json.loads(command("models llama bloom --json"))] == ["supported", "refused"]
     for name, message in (
         ("modernbert", "predict the next token, and 'modernbert' is of another kind: ra.patch_model(model) accepts"),
         ("lama", "'lama' is not a model type of Transformers"),
@@ -191,7 +198,17 @@ def test_tables_show_every_character_of_every_cell(capsys):
         printed = capsys.readouterr().out
         assert max(map(len, printed.splitlines())) <= 80
         letters = Counter("".join(texts[: 2 * count]).replace(" ", ""))
-        assert Counter(re.sub(r"[\s─]", "", printed)) == letters, table
+        assert Counter(re.sub(r"[\s─]|\[\d\]", "", printed)) == letters, table
+
+
+def test_long_words_are_notes_and_no_word_of_a_table_is_broken(capsys):
+    """Unless the terminal is wide enough."""
+    rows = [[f"text{number}.txt", "calibrated/calibration.json", *["123.456"] * 6] for number in range(2)]
+    print_table("", ["text", "pattern", *["a number of it"] * 6], rows, left=2)
+    printed = capsys.readouterr().out
+    assert printed.count("[1]") == 3 and "[1] calibrated/calibration.json\n" in printed and "[2]" not in printed
+    print_table("", ["text", "pattern"], [row[:2] for row in rows], left=2)
+    assert capsys.readouterr().out.count("calibrated/calibration.json") == 2
 
 
 def test_numbers_are_short():

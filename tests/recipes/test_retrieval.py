@@ -10,6 +10,7 @@ import pytest
 import retrieval
 import torch
 from tokenizers.processors import TemplateProcessing
+from transformers import AutoConfig
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.cache import cache_argument
@@ -24,6 +25,9 @@ LENGTH = 700
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("retrieval")
     save_checkpoint(folder / "model")
+    with pytest.raises(SystemExit, match=r"--pattern own: .* was saved without a pattern: name one"):
+        common.check_heads(str(folder / "model"), None)
+    ra.patch_config(AutoConfig.from_pretrained(folder / "model"), "window:64+4").save_pretrained(folder / "model")
     (folder / "book.txt").write_text(made_up_text(5))
     return folder
 
@@ -125,7 +129,7 @@ def test_figures_are_the_means_of_questions():
 
 def asked(folder, output, *more):
     words = ["--model", folder / "model", "--text", folder / "book.txt", "--tokens", 600, "--depths", 0, 1]
-    return [*words, "--pattern", "exact", "window:64+4", "--json", output / "figures.json", *more]
+    return [*words, "--pattern", "exact", "window:64+4", "own", "--json", output / "figures.json", *more]
 
 
 def test_two_processes_find_what_one_finds(folder, tmp_path):
@@ -135,7 +139,7 @@ def test_two_processes_find_what_one_finds(folder, tmp_path):
         printed = run("retrieval.py", *asked(folder, tmp_path, *more), processes=processes)
         figures = json.loads((tmp_path / "figures.json").read_text())
         assert figures["world_size"] == processes and max(map(len, printed.splitlines()[-6:-1])) <= 80
-        assert len(figures["rows"]) == 2 * 2 * 2
+        assert len(figures["rows"]) == 3 * 2 * 2
         found.append(figures["rows"])
     assert (tmp_path / "retrieval.png").stat().st_size > 5000
     for one, two in zip(*found, strict=True):
@@ -144,5 +148,6 @@ def test_two_processes_find_what_one_finds(folder, tmp_path):
         assert one["rank"] == 1 + sum(loss <= one["losses"][0] for loss in one["losses"][1:])
         chances = torch.tensor(one["losses"]).neg().softmax(0)
         assert one["probability"] == pytest.approx(float(chances[0]), rel=1e-4)
-    exact, window = found[0][:4], found[0][4:]
+    exact, window, own = (found[0][first : first + 4] for first in (0, 4, 8))
+    assert [one["losses"] for one in own] == [one["losses"] for one in window]
     assert all(one["losses"] != other["losses"] for one, other in zip(exact, window, strict=True))
