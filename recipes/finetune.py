@@ -245,14 +245,15 @@ class Run:
         self.model.train()
         reader = iter(self.batches)
         shown = {"initial": done, "total": args.steps, "disable": not accelerator.is_main_process}
-        bar = tqdm(range(done + 1, args.steps + 1), **shown, desc="fine-tuning", unit="step")
+        line = "step {n_fmt}/{total_fmt}{desc} [{elapsed}<{remaining}{postfix}]"  # It fits 80 columns.
+        bar = tqdm(range(done + 1, args.steps + 1), **shown, bar_format=line)
         for step in bar:
             with self.part_of_step(bar):
                 figures = self.step(step, reader)
             self.figures["steps"].append(figures)
             accelerator.log(figures, step=step)
-            speeds = {f"{name}_per_s": f"{figures[name] / figures['seconds']:.0f}" for name in ("tokens", "learned")}
-            bar.set_postfix(loss=f"{figures['loss']:.3f}", **speeds)
+            tokens, learned = (figures[name] / figures["seconds"] for name in ("tokens", "learned"))
+            bar.set_postfix_str(f"loss {figures['loss']:.3f}, {tokens:.0f} tokens/s, {learned:.0f} learned/s")
             stopped = stop.agree(accelerator.device)  # There may be time for a checkpoint alone.
             if args.eval_every and step % args.eval_every == 0 and step < args.steps and not stopped:
                 self.evaluate(step)
@@ -275,12 +276,12 @@ class Run:
             ended += 1
             if time.monotonic() > shown + 0.5:
                 shown = time.monotonic()
-                bar.set_description(f"fine-tuning, step at {min(ended / parts, 0.99):.0%}")
+                bar.set_description_str(f" +{min(ended / parts, 0.99):.0%}")
 
         with common.after_layers(self.raw_model, show) as layers:
             parts = 2 * max(1, layers) * self.args.accumulate
             yield
-        bar.set_description("fine-tuning", refresh=False)
+        bar.set_description_str("", refresh=False)
 
     def step(self, number: int, reader: Iterator[dict[str, torch.Tensor]]) -> dict[str, float]:
         """Takes an optimizer step, and returns its figures."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import checkpoints
 import common
 import documents
+import torch
 from accelerate.utils import broadcast_object_list
 from arguments import PATTERN_HELP, Help, at_least, check, check_extra, load_pattern, pattern_source, positive
 from bench.timing import renamed
@@ -44,6 +45,8 @@ class TrainingArguments(ra.RingTrainingArguments):
     per_device_eval_batch_size: int = field(default=1)
     learning_rate: float = field(default=5e-5)
     logging_steps: float = field(default=1)
+    include_num_input_tokens_seen: str = field(default="non_padding")  # The logs then have train_tokens_per_second.
+    dataloader_pin_memory: bool = field(default=torch.cuda.is_available())
     save_strategy: str = field(default="no")
     report_to: list[str] = field(default_factory=lambda: ["none"])
     # A model that takes no position_ids must refuse packed rows, and not see them without.
@@ -117,6 +120,8 @@ def train(args: Arguments, training: TrainingArguments) -> None:
     ra.patch_config(model.config, pattern)
     if args.lora:
         model = common.add_lora(model, args.lora)
+    if training.ddp_find_unused_parameters is None:  # A row may leave experts out; other modules all take part.
+        training.ddp_find_unused_parameters = any("experts" in name for name, _ in model.named_modules())
     trainer = Trainer(
         model,
         training,

@@ -9,8 +9,9 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from ..cost.memory import NUMBER_BYTES, PARALLELS
+from ..plan.traffic import short_bytes
 from .options import Parser, at_least, checked, memory_size, token_count
-from .output import print_table, short_bytes, short_count, wrote_json
+from .output import plural, print_table, short_count, wrote_json
 
 if TYPE_CHECKING:
     from ..cost.estimate import Estimate
@@ -24,7 +25,7 @@ def add_estimate(parser: Parser) -> None:
     add("--devices", metavar="N", type=at_least(1, 2**20), help="Devices of all rings (default: as --ranks, else 1).")
     add("--memory", metavar="SIZE", type=memory_size, help="What a device has, such as 80GB.")
     parser.add_model("A folder with a config.json, or a hub id.", required=True)
-    parser.add_pattern("Default: the model's, else exact.")
+    parser.add_pattern("Or calibration.json; default: the model's, else exact.", file=True)
     parser.add_choice("--parallel", PARALLELS, "How parameters are divided", "fsdp2")
     add("--checkpointing", action=BooleanOptionalAction, default=True, help="Backward recomputes layers (default yes).")
     add("--keep-attention", action=BooleanOptionalAction, default=True, help="Checkpointing keeps it (default yes).")
@@ -107,8 +108,9 @@ def _print_estimate(answer: Estimate, figures: dict[str, Any], model: str) -> No
     rows = [(part.name + " (host)" * part.host, short_bytes(part.bytes), part.formula) for part in answer.parts]
     least = ", at least" if answer.not_counted else ""
     rows.append((f"peak of a device{least}", short_bytes(answer.peak), f"in the {answer.peak_phase}"))
-    rings = f"over {setting.ring_size} ranks, of {setting.devices} devices, {setting.parallel}"
-    title = f"{model}: {short_count(setting.seq_len)} tokens {rings}"
+    rings = f"over {plural(setting.ring_size, 'rank')}, of {plural(setting.devices, 'device')}, {setting.parallel}"
+    how = f"{', checkpointing' * setting.checkpointing}, {setting.dtype}"
+    title = f"{model}: {short_count(setting.seq_len)} tokens {rings}{how}"
     print_table(title, ("memory of a device", "bytes", "formula"), rows, _answers(answer, figures), left=3)
     exchanged = [
         (pattern, call["transport"], ", ".join(f"{name} {short_bytes(size)}" for name, size in call["buffers"].items()))
@@ -143,6 +145,9 @@ def _answers(answer: Estimate, figures: dict[str, Any]) -> list[str]:
     from ..cost.questions import next_switches
 
     lines, may = [], "may fit" if answer.not_counted else "fits"
+    positions = answer.shape.attention.positions
+    if positions is not None and answer.setting.seq_len > positions:
+        lines.append(f"{answer.setting.seq_len} tokens are more than the model's {positions} positions")
     if answer.memory is not None:
         verdict = "does not fit" if answer.fits is False else may
         lines.append(f"{verdict}: {short_bytes(answer.peak)} of {short_bytes(answer.memory)}")

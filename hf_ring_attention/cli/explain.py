@@ -9,23 +9,25 @@ from dataclasses import asdict
 from typing import Any
 
 from ..cost.cache import CacheBytes, sum_of_caches
-from ..cost.explain import Explanation, LayerTime, compared, number_bytes, time_of_layer
+from ..cost.explain import Explanation, LayerTime, number_bytes, time_of_layer
 from ..cost.layers import ModelAttention, ModelMixers, StepExplanation, explain_layers
 from ..hf.models import why_not
 from ..plan.choices import check_choices
 from ..plan.patterns import Pattern
 from ..plan.problem import Documents
-from ..plan.traffic import RankTraffic
+from ..plan.traffic import RankTraffic, short_bytes
 from .options import Parser, Refusal, above_zero, at_least, checked
-from .output import layer_numbers, print_table, short_bytes, short_count, terminal, wrote_json
+from .output import layer_numbers, plural, print_table, short_count, short_number, terminal, wrote_json
 
+#: Another transport is named if it is so many times as fast.
+WORTH_ANOTHER = 1.1
 #: The times of a layer by each transport, over each link.
 Times = dict[str, list[LayerTime]]
 
 
 def add_explain(parser: Parser) -> None:
     parser.add_row()
-    parser.add_pattern("Pattern of layers without a window of their own; default: the model's, else exact.")
+    parser.add_pattern("Pattern, or calibration.json of --model; default: the model's, else exact.", file=True)
     parser.add_model("Take heads and layers from its config.json.")
     parser.add_heads()
     add = parser.add_argument
@@ -84,6 +86,25 @@ def _comparisons(args: Namespace, step: StepExplanation, times: list[Times]) -> 
         yield "times", pattern + compared(call, last, f"{args.gbps[-1]:g} Gbit/s")
 
 
+def compared(call: Explanation, times: dict[str, LayerTime], link: str) -> str:
+    """Returns one sentence that compares the transports by their times over a link and by their buffers."""
+    chosen, fastest = call.decision.choice, min(times, key=lambda name: times[name].total)
+    if chosen not in times:
+        return f"{chosen}: nothing moves"
+
+    def described(name: str) -> str:
+        return f"{name} {short_number(1e3 * times[name].total)} ms with buffers of {short_bytes(call.busiest(name).buffers)}"
+
+    others = "; ".join(described(name) for name in times if name != chosen)
+    text, ratio = (
+        f"a layer over {link}: {described(chosen)}, as chosen; {others}",
+        times[chosen].total / times[fastest].total,
+    )
+    if ratio < WORTH_ANOTHER:
+        return text
+    return f"{text}; auto does not know the links: over these, --transport {fastest} is {ratio:.1f} times as fast"
+
+
 def _print_times(args: Namespace, step: StepExplanation, times: list[Times]) -> None:
     headings = ["pattern", "transport", "computing"]
     for link in args.gbps:
@@ -91,9 +112,9 @@ def _print_times(args: Namespace, step: StepExplanation, times: list[Times]) -> 
     rows = []
     for (_, call), of_pattern in zip(step.calls, times):
         for name, of_links in of_pattern.items():
-            cells = [f"{1e3 * of_links[0].computing:.3g}"]
+            cells = [short_number(1e3 * of_links[0].computing)]
             for time in of_links:
-                cells += [f"{1e3 * time.total:.3g}", f"{time.hidden / time.moving:.0%}" if time.moving else ""]
+                cells += [short_number(1e3 * time.total), f"{time.hidden / time.moving:.0%}" if time.moving else ""]
             rows.append([call.pattern, name + " *" * (name == call.decision.choice), *cells])
     notes = [
         "hidden: the share of the time of messages that passes while a rank computes",
@@ -128,16 +149,18 @@ def _in_dicts(value: Any) -> Any:
 
 def attention_of(args: Namespace) -> ModelAttention:
     """Returns the attention that options ask for: a model's, or heads in numbers."""
-    pattern = None if args.pattern is None else Pattern.parse(args.pattern)
     if args.model is not None:
-        return attention_of_config(args, pattern)
+        return attention_of_config(args, args.pattern)
+    if str(args.pattern).endswith(".json"):
+        raise Refusal("a calibration is of a model: name it with --model", "--pattern")
+    pattern = None if args.pattern is None else Pattern.parse(args.pattern)
     if args.heads is None or args.head_dim is None:
         raise Refusal("needed are --heads and --head-dim (and --kv-heads, if they are fewer), or --model")
     heads, pattern = (args.heads, key_value_heads(args.heads, args.kv_heads)), pattern or Pattern.exact()
     return ModelAttention("", "", *heads, args.head_dim, args.head_dim, pattern, (pattern,), (0,))
 
 
-def attention_of_config(args: Namespace, pattern: Pattern | None) -> ModelAttention:
+def attention_of_config(args: Namespace, pattern: Pattern | str | None) -> ModelAttention:
     """Returns the attention of --model; refuses models that are not computed on so many ranks."""
     for option in ("heads", "kv_heads", "head_dim"):
         if getattr(args, option, None) is not None:
@@ -185,7 +208,7 @@ def _print_step(step: StepExplanation, facts: list[tuple[str, str]]) -> None:
     for layers, call in step.calls:
         most = max(share.forward_flops for share in call.ranks)
         flops.append((call.pattern, len(layers), *_flop_cells(most, call)))
-        for name, balance in call.balance.items():
+        for name, balance in call.balance.items() if len(call.ranks) > 1 else ():
             mark = " *" * (name == call.decision.choice)
             moved.append((call.pattern, name + mark, *_byte_cells(call.busiest(name)), f"{balance:.2f}"))
     flops.append(("a step", sum(len(layers) for layers, _ in step.calls), *_flop_cells(step.flops, step)))
@@ -195,6 +218,8 @@ def _print_step(step: StepExplanation, facts: list[tuple[str, str]]) -> None:
     headings = ["pattern", "layers", "TFLOP", "busiest rank / average", "share of exact FLOPs"]
     notes = ["TFLOP of the busiest rank; backward has 2.5 times as many"]
     print_table("Forward FLOPs of one layer, and of a step", headings, flops, notes)
+    if len(step.base.ranks) == 1:
+        return
     headings = ["pattern", "transport", "forward", "backward", "buffers", "busiest rank / average"]
     notes = ["* marks the chosen transport"]
     print_table("Bytes that the busiest rank receives in one layer, and in a step", headings, moved, notes, left=2)
@@ -204,10 +229,12 @@ def _facts(args: Namespace, attention: ModelAttention, step: StepExplanation) ->
     """Returns the lines above the tables, each with its name."""
     layout, mixers = step.base.layout, attention.mixers
     padding = f", {layout.padded_len - layout.seq_len} of padding" if layout.padded_len > layout.seq_len else ""
-    tokens = f"{short_count(args.tokens)} tokens over {args.ranks} ranks: {layout.local_len} each{padding}"
+    tokens = f"{short_count(args.tokens)} tokens over {plural(args.ranks, 'rank')}: {layout.local_len} each{padding}"
     values = "" if attention.value_dim == attention.head_dim else f" (values {attention.value_dim})"
     facts = [("model", f"{attention.name} ({attention.model_type})")] if attention.name else []
     facts.append(("sequence", f"{tokens}, {args.dtype}, batch size {args.batch_size}"))
+    if attention.positions is not None and args.tokens > attention.positions:
+        facts.append(("positions", f"{args.tokens} tokens are more than the model's {attention.positions} positions"))
     facts.append(("heads", f"{attention.num_heads}/{attention.num_kv_heads} of {attention.head_dim}{values}"))
     facts += [("layers", f"{layer_numbers(layers)}: {call.pattern}") for layers, call in step.calls if attention.name]
     if mixers is not None:
@@ -241,7 +268,7 @@ def _mixers_in_words(mixers: ModelMixers, step: StepExplanation, ranks: int) -> 
 
 
 def _flop_cells(most: int, work: Explanation | StepExplanation) -> tuple[str, ...]:
-    return f"{most / 1e12:.4g}", f"{work.imbalance:.3f}", f"{work.flop_share:.2%}"
+    return short_number(most / 1e12, 4), f"{work.imbalance:.3f}", f"{work.flop_share:.2%}"
 
 
 def _byte_cells(traffic: RankTraffic) -> tuple[str, ...]:

@@ -83,8 +83,9 @@ class Parser(argparse.ArgumentParser):
         text = "Write the figures as JSON to a file, or to stdout, and then nothing else there."
         self.add_argument("--json", metavar="FILE.json", nargs="?", const="", type=json_file, help=text)
 
-    def add_pattern(self, text: str, name: str = "--pattern", **settings: Any) -> None:
-        self.add_argument(name, metavar="TEXT", type=pattern_text, help=text, **settings)
+    def add_pattern(self, text: str, name: str = "--pattern", file: bool = False, **settings: Any) -> None:
+        kind = pattern_or_file if file else pattern_text
+        self.add_argument(name, metavar="TEXT", type=kind, help=text, **settings)
 
     def add_picture(self, name: str, text: str, **settings: Any) -> None:
         self.add_argument(name, metavar="FILE.png", type=picture_file, help=text, **settings)
@@ -187,6 +188,15 @@ def text_for(read: Callable[[str], Any], text: str) -> str:
 def pattern_text(text: str) -> str:
     """Reads the text of a pattern."""
     return text_for(Pattern.parse, text)
+
+
+def pattern_or_file(text: str) -> str:
+    """Reads a pattern, or the file of a calibration."""
+    if not text.endswith(".json"):
+        return pattern_text(text)
+    from ..evaluation.calibration.result import Calibration  # It imports torch.
+
+    return text_for(Calibration.load, text_file(text)[0])
 
 
 def text_file(text: str) -> tuple[str, str]:

@@ -40,7 +40,8 @@ def print_table(
     console = terminal()
     if title:
         console.print(Text(title, style="bold"))
-    texts, room, numbers = [[str(cell) for cell in row] for row in rows], console.width - 2 * len(headings), {}
+    texts, room = [[str(cell) for cell in row] for row in rows], console.width - 2 * len(headings)
+    numbers: dict[str, str] = {}
     if (
         sum(max((len(word) for text in column for word in text.split()), default=1) for column in zip(headings, *texts))
         > room
@@ -101,6 +102,11 @@ def stdout_left_alone(place: Path | str | None) -> Iterator[None]:
         os.close(stdout_copy)
 
 
+def plural(count: int, noun: str) -> str:
+    """Returns a number with its noun: "1 rank", "2 ranks"."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def short_count(tokens: int) -> str:
     """Returns 128k for 131072 and 1M for 1048576; other numbers as they are."""
     for size, letter in ((1024**2, "M"), (1024, "k")):
@@ -109,10 +115,9 @@ def short_count(tokens: int) -> str:
     return str(tokens)
 
 
-def short_bytes(size: float) -> str:
-    """Returns bytes in the unit that suits them."""
-    power = min(4, max(0, int(size).bit_length() - 1) // 10)
-    return f"{size / 1024**power:.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+def short_number(number: float, digits: int = 3) -> str:
+    """Returns a number with so many digits, and with all digits before the point."""
+    return f"{number:,.0f}" if abs(number) >= 10 ** (digits - 1) else f"{number:.{digits}g}"
 
 
 def short_seconds(seconds: float) -> str:

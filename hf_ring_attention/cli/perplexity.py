@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from .options import Parser, Refusal, checked, comma_list, pattern_text, text_file, text_for, token_count
+from .options import Parser, Refusal, checked, comma_list, pattern_or_file, text_file, token_count
 from .output import print_table, short_count, stdout_left_alone, wrote_json
 
 #: In place of a pattern's text: the pattern in the model's config.
@@ -17,22 +17,13 @@ OWN = "own"
 USUAL_PATTERNS, USUAL_TOKENS = ["exact", "window:512+4", "pyramid:512,3"], 4096
 
 
-def pattern_or_file(text: str) -> str:
-    """Reads a pattern, the file of a calibration, or "own"."""
-    if not text.endswith(".json"):
-        return text if text == OWN else pattern_text(text)
-    from ..evaluation.calibration.result import Calibration  # It imports torch.
-
-    return text_for(Calibration.load, text_file(text)[0])
-
-
 def add_perplexity(parser: Parser) -> None:
     add = parser.add_argument
     parser.add_model("A causal language model: hub id or folder.")
     add("--text", metavar="FILE", type=text_file, nargs="+", action="extend", help="Texts in UTF-8.")
     add("words", metavar="MODEL TEXT_FILE ...", nargs="*", help="The same, without --model and --text.")
     text = f"A pattern, a file calibration.json, or own: the config's; repeatable (default {' '.join(USUAL_PATTERNS)})."
-    add("--pattern", metavar="TEXT", action="append", type=pattern_or_file, help=text)
+    add("--pattern", metavar="TEXT", action="append", type=lambda x: x if x == OWN else pattern_or_file(x), help=text)
     text = "Tokens of rows: texts are cut into rows of each length (default 4k)."
     add("--tokens", metavar="N,N,...", type=comma_list(token_count(2)), was="--lengths", help=text)
     text = "First tokens of each text that are read (default: the most of --tokens)."

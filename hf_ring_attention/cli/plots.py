@@ -18,7 +18,8 @@ from matplotlib.ticker import EngFormatter
 from ..cost.timeline import Timeline
 from ..evaluation.whole_files import whole_file
 from ..plan.patterns import Pattern
-from .output import short_bytes, short_count, short_seconds
+from ..plan.traffic import short_bytes
+from .output import short_count, short_seconds
 from .pictures import seen_under
 
 if TYPE_CHECKING:

@@ -152,7 +152,8 @@ def estimate(
         seq_len: tokens of a sequence.
         devices: all devices; `ring_size` of them share a sequence, None for all.
         memory: the bytes of a device, for `Estimate.fits`.
-        pattern: of layers without their own window; None for the pattern in the config, else exact.
+        pattern: of layers without their own window, or the name of a calibration's .json file; None for the pattern in the
+            config, else exact.
         parallel: "ddp", "fsdp2", "zero1", "zero2" or "zero3": how all devices divide parameters and their state.
         checkpointing, offload: Transformers' gradient checkpointing, and tensors saved for backward that wait in host memory.
         keep_attention: whether checkpointing keeps the results of attention (`ra.keep_attention`).
@@ -187,7 +188,10 @@ def estimate(
     if mlp_tokens_at_once:
         warn_once("mlp_tokens_at_once goes in version 0.4, with sliced_mlp: use layer_tokens_at_once and sliced_layers")
     try:
-        shape = shape_of_model(model_or_config, None if pattern is None else as_pattern(pattern, "estimate"))
+        is_file = isinstance(pattern, str) and pattern.endswith(".json")
+        shape = shape_of_model(
+            model_or_config, pattern if pattern is None or is_file else as_pattern(pattern, "estimate")
+        )
     except (ValueError, NotImplementedError) as error:
         raise ValueError(f"estimate: {error}") from None
     if shape.attention.mixers is not None and not checkpointing:

@@ -164,19 +164,6 @@ def time_of_layer(call: Explanation, transport: str, *, flops: float, bandwidth:
     return LayerTime(sum(computing), sum(moving), sum(hidden))
 
 
-def compared(call: Explanation, times: dict[str, LayerTime], link: str) -> str:
-    """Returns one sentence that compares the transports by their times over a link and by their buffers."""
-    chosen = call.decision.choice
-
-    def described(name: str) -> str:
-        return f"{name} {1e3 * times[name].total:.3g} ms and {call.busiest(name).buffers / 2**20:.4g} MiB"
-
-    others: Sequence[str] = [name for name in times if name != chosen]
-    if chosen not in times:
-        return f"{chosen}: nothing moves"
-    return f"over {link}, {described(chosen)} a layer, as chosen; {'; '.join(map(described, others))}"
-
-
 def explain(
     pattern: Pattern | str,
     *,

@@ -47,6 +47,7 @@ class ModelAttention:
     mixers: ModelMixers | None = None  # the other modules of a hybrid that mix tokens
     latent: int | None = None  # the numbers of a token in Transformers' caches of latent attention; None for others
     first_without_keys: int | None = None  # from this layer on, layers read the keys of earlier ones; None for none
+    positions: int | None = None  # that the config names; None if it does not
 
     def layers_of_patterns(self) -> dict[Pattern, list[int]]:
         """Returns the numbers of the layers that have each pattern."""

@@ -122,7 +122,7 @@ def _check_counts(written: Mapping[str, Any]) -> None:
 
 
 def attention_of_model(
-    config: PretrainedConfig, name: str, pattern: Pattern | PatternsOfLayers | None = None
+    config: PretrainedConfig, name: str, pattern: Pattern | str | PatternsOfLayers | None = None
 ) -> ModelAttention:
     """Returns the attention of the text model that a config describes; a pattern replaces the config's, as `patch_config`."""
     if pattern is not None:
@@ -168,6 +168,7 @@ def attention_of_model(
         mixers=mixers,
         latent=latent,
         first_without_keys=count - shared if (shared := getattr(text, "num_kv_shared_layers", None)) else None,
+        positions=getattr(text, "max_position_embeddings", None),
     )
 
 

@@ -63,7 +63,7 @@ class ModelShape:
     largest: int  # the number of parameters in the largest tensor
 
 
-def shape_of_model(model: Any, pattern: Pattern | None = None) -> ModelShape:
+def shape_of_model(model: Any, pattern: Pattern | str | None = None) -> ModelShape:
     """Returns the sizes of what `config_of` reads; a pattern replaces the config's for layers without their own window."""
     config = config_of(model)
     text = copy.deepcopy(config.get_text_config())

@@ -14,7 +14,7 @@ from .layouts import LayoutKind, SequenceLayout
 from .patterns import Pattern
 from .plans import plan_rank
 from .problem import Documents, Problem
-from .traffic import RowBytes, TransportKind, exchanged
+from .traffic import RowBytes, TransportKind, exchanged, short_bytes
 
 #: Contiguous pieces are kept while the busiest rank does at most this many times the mean work.
 IMBALANCE_WORTH_A_ZIGZAG = 1.05
@@ -159,12 +159,13 @@ def choose_transport(problem: Problem, sizes: RowBytes) -> Decision:
         return Decision("local", "no rank needs a key of another rank")
     shard = problem.num_kv_heads * problem.layout.local_len * len(problem.documents)
     size, own = rows * sizes.row_bytes, shard * sizes.row_bytes
-    needs = f"the busiest of {p} ranks needs {_mib(size)} of keys and values of others"
+    needs = f"the busiest of {p} ranks needs {short_bytes(size)} of keys and values of others"
     if size <= COLLECTIVE_BYTES:
         return Decision(
-            "collective", f"{needs}, at most {_mib(COLLECTIVE_BYTES)}: one exchange is as fast as hops, or faster"
+            "collective",
+            f"{needs}, at most {short_bytes(COLLECTIVE_BYTES)}: one exchange is as fast as hops, or faster",
         )
-    share = f"{rows / shard:.2f} times its own {_mib(own)}"
+    share = f"{rows / shard:.2f} times its own {short_bytes(own)}"
     if rows <= COLLECTIVE_SHARE * shard:
         return Decision("collective", f"{needs}, {share}: one exchange holds little")
     return Decision("ring", f"{needs}, {share}: the ring holds a few payloads, and moves them behind the computation")
@@ -215,7 +216,3 @@ def decide_call(transport: str, problem: Problem, sizes: RowBytes) -> tuple[Prob
         check_heads(problem.num_heads, problem.num_kv_heads, group_size(problem))
     decision = choose_transport(problem, sizes) if transport == "auto" else Decision(transport, ASKED_FOR)
     return problem if decision.heads is None else problem.in_groups(decision.heads), decision
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.1f} MiB"

@@ -63,7 +63,9 @@ def read(text: str, patterns: Any) -> Any:
     body, *words = text.strip().split("@")
     name, colon, rest = body.partition(":")
     if name not in _FORMS:
-        near = [text.strip().replace(name, x, 1) for x in difflib.get_close_matches(name[:_LONGEST_SHOWN], _FORMS, 1)]
+        word = re.match("[A-Za-z]*", name[:_LONGEST_SHOWN])[0]  # type: ignore[index]
+        right = [x + ":" * (len(word) < len(name)) for x in difflib.get_close_matches(word, _FORMS, 1)]
+        near = [text.strip().replace(word, x, 1) for x in right]
         meant = f": did you mean {shown(near[0])}?" if near else f". A pattern is one of: {FORMS}"
         raise ValueError(f"pattern {shown(text)} is not known{meant}")
     try:

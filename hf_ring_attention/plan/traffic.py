@@ -25,6 +25,12 @@ class Bytes(NamedTuple):
     received: int
 
 
+def short_bytes(size: float) -> str:
+    """Returns bytes in the unit that suits them."""
+    power = min(4, max(0, int(size).bit_length() - 1) // 10)
+    return f"{size / 1024**power:.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
 class RankTraffic(NamedTuple):
     """The bytes that a rank moves and holds in one call."""
 

@@ -13,12 +13,13 @@ import pytest
 import hf_ring_attention as ra
 from hf_ring_attention import __version__
 from hf_ring_attention.cli.main import COMMANDS
-from hf_ring_attention.cli.output import layer_numbers, print_table, short_bytes, short_count, short_seconds
+from hf_ring_attention.cli.output import layer_numbers, print_table, short_count, short_number, short_seconds
 from hf_ring_attention.cost.explain import explain, time_of_layer
 from hf_ring_attention.cost.layers import explain_layers
 from hf_ring_attention.cost.models import attention_of_model, load_config
 from hf_ring_attention.cost.questions import most_cached_tokens
 from hf_ring_attention.plan.patterns import Pattern
+from hf_ring_attention.plan.traffic import short_bytes
 from tests.support.tiny_models import tiny_config
 
 CALL = "--tokens 8k --ranks 4 --heads 8 --kv-heads 2 --head-dim 32"
@@ -214,6 +215,7 @@ def test_long_words_are_notes_and_no_word_of_a_table_is_broken(capsys):
 def test_numbers_are_short():
     assert [short_count(n) for n in (131072, 1 << 20, 1000, 3 << 19)] == ["128k", "1M", "1000", "1536k"]
     sizes = ["12 B", "1.5 KiB", "5.0 MiB", "3.0 GiB", "1.0 TiB"]
+    assert [short_number(x) for x in (0.01234, 12.34, 1278.4, 36030.0)] == ["0.0123", "12.3", "1,278", "36,030"]
     assert [short_bytes(n) for n in (12, 1536, 5 << 20, 3 << 30, 1 << 40)] == sizes
     assert [short_seconds(n) for n in (2.5, 0.0125, 3e-6, 4e-9)] == ["2.5 s", "12.5 ms", "3 µs", "4 ns"]
     assert layer_numbers([0, 1, 2, 4, 6, 7]) == "0-2, 4, 6-7"

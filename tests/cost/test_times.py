@@ -3,7 +3,9 @@
 import pytest
 
 import hf_ring_attention as ra
-from hf_ring_attention.cost.explain import BACKWARD, compared, time_of_layer
+from hf_ring_attention.cli.explain import compared
+from hf_ring_attention.cli.output import short_number
+from hf_ring_attention.cost.explain import BACKWARD, time_of_layer
 from hf_ring_attention.cost.timeline import ring_timeline
 from hf_ring_attention.plan.problem import Problem
 
@@ -46,8 +48,13 @@ def test_what_is_hidden_is_part_of_computing_and_of_moving():
     assert times("exact", 1e12)[1]["heads"].hidden == 0
 
 
-def test_a_sentence_compares_all_transports():
-    call, by_transport = times("exact", 1e9)
-    sentence = compared(call, by_transport, "8 Gbit/s")
-    assert sentence.startswith(f"over 8 Gbit/s, {call.decision.choice} ")
-    assert all(f"{name} {1e3 * time.total:.3g} ms" in sentence for name, time in by_transport.items())
+@pytest.mark.parametrize("bandwidth", [1e7, 1e14])
+def test_a_sentence_compares_all_transports_and_names_a_faster_one(bandwidth):
+    call, by_transport = times("exact", bandwidth)
+    sentence = compared(call, by_transport, "these links")
+    assert sentence.startswith(f"a layer over these links: {call.decision.choice} ")
+    assert all(f"{name} {short_number(1e3 * time.total)} ms" in sentence for name, time in by_transport.items())
+    fastest = min(by_transport, key=lambda name: by_transport[name].total)
+    ratio = by_transport[call.decision.choice].total / by_transport[fastest].total
+    told = f"--transport {fastest} is {ratio:.1f} times as fast"
+    assert sentence.endswith(told) if bandwidth == 1e7 else "--transport" not in sentence

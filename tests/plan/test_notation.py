@@ -84,6 +84,7 @@ def test_the_patterns_of_heads_are_read_back(of_heads):
         ("typo", "pattern 'typo' is not known. A pattern is one of: exact"),
         ("", "pattern '' is not known"),
         ("windw:512+4", "pattern 'windw:512+4' is not known: did you mean 'window:512+4'?"),
+        ("window512+4", "pattern 'window512+4' is not known: did you mean 'window:512+4'?"),
         ("Exact@count", "pattern 'Exact@count' is not known: did you mean 'exact@count'?"),
         ("exact:4", "'exact' takes nothing after it, got '4'"),
         ("window:512+", "a number was expected, got ''"),

@@ -23,7 +23,7 @@ REFUSED = [
     ("finetune", "--held-out 1", "--held-out: the first token of a text is not predicted"),
     ("finetune", "--json none/f.json", "--json: there is no folder 'none'"),
     ("finetune", "--pattern window:0", "pattern 'window:0' cannot be read: Window: length must be an integer of at"),
-    ("finetune", "--pattern none.json", "--pattern: [Errno 2] No such file or directory: 'none.json'"),
+    ("finetune", "--pattern none.json", "--pattern: there is no file 'none.json' (from "),
     ("finetune", "--pattern {calibration}", "--pattern: expected a calibration that Calibration.to_dict wrote"),
     ("finetune", "--text nofile.txt", "--text: there is no file 'nofile.txt'"),
     ("finetune", "--dataset a/b --text {file}", "--dataset: not allowed with argument --text"),

@@ -22,7 +22,8 @@ from torch.distributed.distributed_c10d import default_pg_nccl_timeout, default_
 
 from ..._version import __version__
 from ...hf.models import release_of_table
-from ..output import short_bytes, short_seconds
+from ...plan.traffic import short_bytes
+from ..output import short_seconds
 from .runner import CheckRun, NotApplicable, Verdict, processes
 
 #: The name of this package for pip.

@@ -164,6 +164,9 @@ class Calibration:
         """Reads the file that `save` wrote; anything else is a ValueError."""
         try:
             content = json.loads(Path(file).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            remedy = "name the calibration.json in the --output of hf-ring-attention calibrate"
+            raise FileNotFoundError(f"there is no file {str(file)!r} (from {Path.cwd()}): {remedy}") from None
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{file} is not a JSON file: {error}") from error
         return cls.from_dict(content)
