@@ -195,7 +195,12 @@ def _loading(part: str, source: str) -> Iterator[str]:
 
 
 def load_tokenizer(model: str = BUNDLED, *, trust: bool = False) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of a `model_source`; `trust` lets the code run that the source brings."""
+    """Returns the tokenizer of a `model_source`; `trust` lets the code run that the source brings.
+
+    A folder of adapters may leave it to their model.
+    """
+    if has_adapters(model) and not (Path(model) / "tokenizer_config.json").is_file():
+        model = adapters_of(model)[0]
     with _loading("tokenizer", model) as source:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=trust)
 

@@ -34,13 +34,14 @@ def plot_losses(losses: Mapping[str, Sequence[float]], path: Path, window: int =
     figure = _figure(9, 6.5)
     top, bottom = figure.subplots(2, 1, sharex=True)
     first = None
-    for name, values in losses.items():
+    for style, (name, values) in zip(itertools.cycle(STYLES), losses.items()):
         width = min(window, len(values) - 1)
         mean = np.convolve(values[1:], np.ones(width), "valid") / width  # Nothing predicts the first token.
         first = mean if first is None else first
         position = np.arange(len(mean)) + width
-        top.plot(position, mean, label=name, linewidth=1)
-        bottom.plot(position, mean - first, linewidth=1)
+        few = {"linewidth": 1, "markersize": 5, "markevery": max(1, len(mean) // 12)}
+        top.plot(position, mean, label=name, **style, **few)
+        bottom.plot(position, mean - first, **style, **few)
     top.set_ylabel(f"loss (nats, mean of {width} tokens)")
     bottom.set_ylabel(f"difference from {next(iter(losses))} (nats)")
     bottom.set_xlabel("position in the document (tokens)")

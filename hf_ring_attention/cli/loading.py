@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +33,10 @@ def ring_of_processes() -> tuple[Ring, torch.device]:
 
 
 def load_tokenizer(source: str, trust: bool) -> Any:
+    """Returns the tokenizer of a folder or hub id; a folder of adapters may leave it to their model."""
+    adapters = Path(source, "adapter_config.json")
+    if adapters.is_file() and not Path(source, "tokenizer_config.json").is_file():
+        source = json.loads(adapters.read_text(encoding="utf-8"))["base_model_name_or_path"]
     return _loaded(AutoTokenizer, source, trust_remote_code=trust)
 
 

@@ -127,6 +127,12 @@ class Ring:
             ValueError: on every process: sizes that differ, are missing or do not divide the number of processes; an
                 Accelerator with sp_size or tp_size, or that has prepared a model with cp_size; a mesh with other dimensions
                 than data before "cp"; or an Accelerator with split_batches.
+
+        Example:
+            >>> from accelerate import Accelerator
+            >>> ring = ra.Ring.from_accelerator(Accelerator(cpu=True), size=1)  # before accelerator.prepare
+            >>> ring.world_size, ring.dp_rank, ring.dp_size
+            (1, 0, 1)
         """
         mesh = mesh_of(accelerator, size)
         ring = cls(mesh.group, layout=layout, transport=transport, heads=heads, kernel=kernel)
@@ -236,6 +242,11 @@ class Ring:
 
         Raises:
             ValueError: another length along `dim`, or a layout for other batch rows or another number of ranks.
+
+        Example:
+            >>> layout = ra.SequenceLayout("zigzag", seq_len=5, world_size=2)
+            >>> ra.run_simulated(lambda ring: ring.shard(torch.arange(1, 6)[None], layout), 2)
+            [tensor([[1, 2, 0, 0]]), tensor([[3, 4, 5, 0]])]
         """
         self.check_layout(layout)
         return shard_of(tensor, layout, self.rank, dim, fill)

@@ -1,7 +1,7 @@
-"""A picture of the figures of `make gpu`: milliseconds and GiB of attention against the length of a row.
+"""A picture of the figures of `make gpu`, and of lengths.py: milliseconds and GiB of attention against the length of a row.
 
-The guide's:   python recipes/bench/draw.py recipes/bench/h100.json recipes/pictures
-Yours:         python recipes/bench/draw.py gpu.json .
+The guide's:   python recipes/bench/draw.py recipes/bench/h100.json recipes/bench/cpu.json --plot recipes/pictures/speed.png
+Yours:         python recipes/bench/draw.py gpu.json --plot gpu.png
 
 Lines differ by marker and by dashes, and have their names at their ends, so that they need no colour.
 """
@@ -54,15 +54,16 @@ def ends_of(lines: Mapping[str, Sequence[tuple[int, float]]], ratio: float) -> l
     return [(", ".join(sorted(names, key=[*lines].index)), value, place) for names, value, place in ends]
 
 
-def draw(figures: Mapping[str, Any], path: Path) -> None:
-    """Draws all `FIGURES` against tokens, on logarithmic scales."""
+def draw(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draws all `FIGURES` of each run against tokens, a line of panels for each, on logarithmic scales."""
     from matplotlib.figure import Figure  # Only pictures need it.
 
-    picture = Figure(figsize=(8, 3.8), layout="constrained")
-    for axis, (figure, label) in zip(picture.subplots(1, len(FIGURES)), FIGURES.items()):
-        _draw_lines(axis, lines_of(figures["speed"], figure), figure)
-        axis.set_ylabel(label, fontsize=11)
-    picture.suptitle(f"{figures['machine']['device']}, commit {figures['machine']['commit']}", fontsize=11)
+    picture = Figure(figsize=(8, 3.8 * len(runs)), layout="constrained")
+    for part, run in zip(picture.subfigures(len(runs), 1, squeeze=False).flat, runs):
+        for axis, (figure, label) in zip(part.subplots(1, len(FIGURES)), FIGURES.items()):
+            _draw_lines(axis, lines_of(run["speed"], figure), figure)
+            axis.set_ylabel(label, fontsize=11)
+        part.suptitle(run["machine"]["device"], fontsize=11)
     picture.savefig(path, dpi=100)
 
 
@@ -96,11 +97,11 @@ def _draw_lines(axis: Any, lines: Mapping[str, Sequence[tuple[int, float]]], fig
 def main(words: Sequence[str] | None = None) -> None:
     """Draws the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("figures", type=Path, help="the JSON file of a run of `make gpu`")
-    parser.add_argument("folder", type=Path, help="the folder of the picture gpu.png")
+    parser.add_argument("figures", type=Path, nargs="+", help="the JSON files of runs of `make gpu` or lengths.py")
+    parser.add_argument("--plot", type=Path, default="speed.png", help="the picture's file (default speed.png)")
     args = parser.parse_args(words)
-    draw(json.loads(args.figures.read_text("utf-8")), args.folder / "gpu.png")
-    print(f"wrote {args.folder / 'gpu.png'}")
+    draw([json.loads(file.read_text("utf-8")) for file in args.figures], args.plot)
+    print(f"wrote {args.plot}")
 
 
 if __name__ == "__main__":

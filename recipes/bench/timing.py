@@ -102,7 +102,7 @@ def options(program: str, words: Sequence[str] | None, **defaults: Any) -> tuple
         first = default[0] if isinstance(default, list) else default
         several = isinstance(default, list)
         number = (lambda text: [count(part) for part in text.split(",")]) if several else count
-        how: dict[str, Any] = {"type": str if name in ("dtype", "patterns", "parts", "plot") else number}
+        how: dict[str, Any] = {"type": str if name in ("dtype", "patterns", "parts", "plot", "json") else number}
         how |= {"nargs": "+", "action": Several} if several else {}
         how = {"action": "store_true"} if first is False else {**how, "default": default, "help": f"default: {default}"}
         option = "--pattern" if name == "patterns" else f"--{name.replace('_', '-')}"

@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING, LlamaConfig
 import hf_ring_attention as ra
 from hf_ring_attention.cli import main as cli
 from hf_ring_attention.cli.checks import model as checks_of_model
-from hf_ring_attention.cli.checks import runner
+from hf_ring_attention.cli.checks import oracle, runner
 from hf_ring_attention.cli.checks.catalogue import all_checks
 from hf_ring_attention.cli.checks.machine import NEWEST_TESTED
 from hf_ring_attention.cli.checks.runner import CheckRun
@@ -130,12 +130,19 @@ def test_types_that_are_skipped_and_sizes_that_must_fit(model_type, changes, che
     assert model_type == "dory" or found["train step"][0] == "ok"
 
 
-def test_patterns_of_layers_are_named_as_not_checked(tmp_path, alone):
-    config = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, hidden_size=32, intermediate_size=32)
-    ra.patch_config(config, ["window:8", "exact"]).save_pretrained(tmp_path)
-    unchecked = "the patterns of 2 layers in its config are not checked"
-    assert unchecked in verdicts(alone("--model", tmp_path)[1])[0]["model"][1]
-    assert unchecked not in verdicts(alone("--model", tmp_path, "--pattern", "window:8")[1])[0]["model"][1]
+def test_patterns_of_layers_are_checked(tmp_path, alone, monkeypatch):
+    """Unless the job has another pattern."""
+    config = LlamaConfig(num_hidden_layers=3, num_attention_heads=4, hidden_size=32, intermediate_size=32)
+    ra.patch_config(config, ["window:8", "exact", "window:8"]).save_pretrained(tmp_path)
+    found = verdicts(alone("--model", tmp_path)[1])[0]
+    assert "pattern exact, and 2 patterns of single layers" in found["model"][1] and found["oracle local"][0] == "ok"
+    compute, wrong = oracle.ring_attention, ra.Pattern.parse("window:8")
+    monkeypatch.setattr(
+        oracle, "ring_attention", lambda *x, pattern, **y: compute(*x, pattern=pattern, **y) * (1 + (pattern == wrong))
+    )
+    assert verdicts(alone("--model", tmp_path)[1])[0]["oracle local"][0] == "FAILED"
+    found = verdicts(alone("--model", tmp_path, "--pattern", "window:9")[1])[0]
+    assert found["model"][1].endswith("pattern window:9") and found["oracle local"][0] == "ok"
 
 
 LATE = ("--timeout", str(SECONDS))

@@ -145,7 +145,7 @@ def test_a_run_that_was_stopped_went_on(reader):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model that was saved with a window, and adapters that were trained under a smaller one."""
+    """A model that was saved with a window, and adapters that were trained under a smaller one, without a tokenizer."""
     peft = pytest.importorskip("peft")
     folder = tmp_path_factory.mktemp("adapters")
     save_model(folder / "model")
@@ -154,7 +154,6 @@ def folder(tmp_path_factory):
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", init_lora_weights=False)
     model = ra.patch_model(peft.get_peft_model(model, config), "window:8+2")
     model.save_pretrained(folder / "lora")
-    AutoTokenizer.from_pretrained(folder / "model").save_pretrained(folder / "lora")
     (folder / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 20)
     ids = torch.arange(3, 60)[None]
     torch.save(model.eval()(ids).logits, folder / "logits.pt")

@@ -37,7 +37,10 @@ def measure_config(run: CheckRun) -> dict[str, Any]:
     if reason := why_not(config.model_type, run.ring_size):
         raise NotImplementedError(reason)
     dtype = getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.float32
-    run.facts.update(config=config, type=config.model_type, pattern=pattern, dtype=dtype)
+    own = [] if run.options.pattern else [*dict.fromkeys(patterns_of_layers(text).values())]
+    run.facts.update(
+        {"config": config, "type": config.model_type, "pattern": pattern, "of layers": own, "dtype": dtype}
+    )
     return {
         "type": config.model_type,
         "layers": getattr(text, "num_hidden_layers", None),
@@ -48,12 +51,11 @@ def measure_config(run: CheckRun) -> dict[str, Any]:
 
 
 def judge_config(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
-    """Returns the model's type, dtype and pattern."""
-    own, model = answers[0], run.options.model
-    of_layers = len(patterns_of_layers(run.facts["config"].get_text_config())) * (run.options.pattern is None)
-    unchecked = f"; the patterns of {of_layers} layers in its config are not checked" if of_layers else ""
+    """Returns the model's type, dtype and patterns."""
+    own, model, count = answers[0], run.options.model, len(run.facts["of layers"])
+    of_layers = f", and {count} {'patterns' if count > 1 else 'pattern'} of single layers" if count else ""
     name = f"no --model: a tiny {own['type']}" if model is None else f"{model}: {own['type']} of {own['layers']} layers"
-    return Verdict("ok", f"{name}, {own['dtype']}, pattern {own['pattern']}{unchecked}")
+    return Verdict("ok", f"{name}, {own['dtype']}, pattern {own['pattern']}{of_layers}")
 
 
 def measure_train_step(run: CheckRun) -> dict[str, Any]:

@@ -89,14 +89,14 @@ def _heads(run: CheckRun) -> tuple[int, int, int, int]:
 def measure_transport(run: CheckRun, transport: str, neighbours: bool) -> dict[str, Any]:
     """Compares a transport with the definition, and returns this rank's largest error and its bound by dtype.
 
-    The job's pattern and a sparse one are computed in each layout, in float64 and in the job's dtype. With "heads", only
-    `neighbours` may exchange heads; rings then go round the groups of them.
+    The job's pattern, those of its layers and a sparse one are computed in each layout, in float64 and in the job's dtype. With
+    "heads", only `neighbours` may exchange heads; rings then go round the groups of them.
     """
     queries, keys, *_ = heads = _heads(run)
     size = _group_size(run.ring_size, queries, keys, neighbours) if transport == "heads" else None
     worst: dict[str, list[float]] = {}
     beyond: list[tuple[str, str, str, float, float]] = []
-    patterns = dict.fromkeys((Pattern.parse(run.facts["pattern"]), Pattern.parse(_SPARSE)))
+    patterns = dict.fromkeys((Pattern.parse(run.facts["pattern"]), Pattern.parse(_SPARSE), *run.facts["of layers"]))
     dtypes, tokens = dict.fromkeys((torch.float64, run.facts["dtype"])), max(50, 2 * run.ring_size + 5)
     for pattern, kind, dtype in itertools.product(patterns, get_args(LayoutKind), dtypes):
         case = attention_case(heads, pattern, kind, tokens, dtype)
