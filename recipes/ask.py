@@ -1,4 +1,4 @@
-"""Questions about a long text: the text is read once into a cache, the answers come word by word, with what they took.
+"""Asks questions about a long text: reads it once into a cache, prints the answers word by word, and what they took.
 
 One device:    python recipes/ask.py --text book.txt --question "Who is the author?" --pattern window:512+4
 Calibrated:    python recipes/ask.py --model ID --text book.txt --question Q1 Q2 --pattern calibrated/calibration.json
@@ -6,8 +6,7 @@ Many devices:  torchrun --nproc-per-node 8 recipes/ask.py --model ID --text book
 Small CPU:     ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 recipes/ask.py --tokens 1024
 
 One process keeps only the rows that the pattern can still see (`ra.PatternCache`). Several processes form one ring, and each
-keeps such rows of its part of the text (`ra.prefill`). Without --model and --text, the recipe reads the model and the text of
-the demo.
+keeps those rows of its part of the text (`ra.prefill`). Without --model and --text, the recipe takes the demo's.
 """
 
 from __future__ import annotations

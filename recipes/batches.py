@@ -1,4 +1,4 @@
-"""The batches of a loop by Accelerate, which goes on from a checkpoint in the middle of an epoch."""
+"""The batches of a loop with Accelerate, which can resume from a checkpoint in the middle of an epoch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The checkpoints of the recipes: whatever ends a run, and when, it goes on from a checkpoint that is whole.
+"""The checkpoints of the recipes: whatever ends a run, and whenever, it resumes from a complete checkpoint.
 
-A checkpoint of `finetune.py` is written beside its name and renamed when all of it is on the disk; then surplus checkpoints
-are renamed and deleted. It lists its files and their sizes, so that a damaged one is passed over. Transformers' Trainer writes
-to the name itself, and its state last. `Stop` makes a checkpoint of the step in which SIGTERM or Ctrl-C comes.
+`finetune.py` writes a checkpoint under a temporary name, and renames it once all of it is on the disk; then it renames and
+deletes surplus checkpoints. A checkpoint lists its files and their sizes, so that a run skips a damaged one. Transformers'
+Trainer writes under the final name, and its state last. `Stop` saves a checkpoint of the step in which SIGTERM or Ctrl-C comes.
 """
 
 from __future__ import annotations

@@ -6,12 +6,12 @@
 2. Perplexity with exact attention, from one process and from two.
 3. Perplexity under patterns that skip most of the row.
 4. Pass keys: hidden numbers that the model finds again.
-5. Fine-tuning with a pattern, beside exact attention.
-6. A short calibration, which chooses a pattern for each head, beside a window at the same cost, if there is time.
+5. Fine-tuning with a pattern, compared with exact attention.
+6. If there is time, a short calibration: a pattern chosen for each head, compared with a window at the same cost.
 
-It writes every figure to demo/demo.json; pictures to demo/speed.png (part 1), demo/patterns.png (who attends to whom),
-demo/quality.png (perplexity against FLOPs), demo/losses.png (loss along the text) and demo/retrieval.png (pass keys); and
-from part 6 demo/calibrated, whose calibration.json other recipes take as --pattern, with its picture demo/layers.png.
+It writes every figure to demo/demo.json, and pictures to demo/speed.png (part 1), demo/patterns.png (who attends to whom),
+demo/quality.png (perplexity against FLOPs), demo/losses.png (loss along the text) and demo/retrieval.png (pass keys).
+Part 6 writes the folder demo/calibrated, whose calibration.json other recipes take as --pattern, and demo/layers.png.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ With torchrun:  torchrun --nproc-per-node 8 recipes/finetune.py --model ID --dat
 Small CPU:      ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 recipes/finetune.py --ranks 2
 
 With 8 processes and --ranks 4, two rings read different sequences. The folder recipes/accelerate has files for
---config_file of `accelerate launch`, with DDP, FSDP 2 or ZeRO-3.
+`accelerate launch --config_file`, with DDP, FSDP 2 or ZeRO-3.
 """
 
 from __future__ import annotations

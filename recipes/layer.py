@@ -1,11 +1,11 @@
-"""One layer of attention on a long row, forward and backward: torch's, a window, and both over a ring. No Transformers.
+"""One layer of attention on a long row, forward and backward: torch's, a window, and both over a ring, without Transformers.
 
 One process:   python recipes/layer.py
 A ring of 2:   torchrun --nproc-per-node 2 recipes/layer.py
 Eight GPUs:    torchrun --nproc-per-node 8 recipes/layer.py --tokens 262144 --heads 32 --kv-heads 8 --head-dim 128
 
-Each process of a ring holds its own tokens of the row and nothing else. The memory is a process's peak beside what it held
-before its tokens were made.
+Each process of a ring holds only its own tokens of the row. The printed memory is a process's peak, less what it held before
+it made its tokens.
 """
 
 from __future__ import annotations

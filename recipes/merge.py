@@ -1,9 +1,9 @@
-"""Merges LoRA adapters into their model: an ordinary checkpoint, whose config.json keeps the pattern of the adapters.
+"""Merges LoRA adapters into their model, and saves an ordinary checkpoint with the adapters' pattern in config.json.
 
 Adapters:     python recipes/merge.py --model runs/lora --output merged
 In bfloat16:  python recipes/merge.py --model runs/lora --output merged --dtype bfloat16
 
-The sums are computed in float32 and then rounded to --dtype. No GPU is needed.
+It merges in float32, and then rounds to --dtype. No GPU is needed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Perplexity of a long document under several attention patterns, in one pass, whole or sharded over processes.
+"""Perplexity of a long document under several attention patterns, on one process or sharded over several.
 
 One device:    python recipes/perplexity.py --tokens 4096
 Many devices:  torchrun --nproc-per-node 8 recipes/perplexity.py --model ID --text FILE --tokens 131072
@@ -6,8 +6,8 @@ A data set:    python recipes/perplexity.py --model ID --dataset ID --split test
 A picture:     python recipes/perplexity.py --pattern exact window:512+4 pyramid:512,3 window:128+4 --plot quality.png
 Small CPU:     ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 recipes/perplexity.py --tokens 2048
 
-`accelerate launch` works as well as torchrun. Without --model and --text, the recipe reads the model and the text of the
-demo. `hf-ring-attention perplexity` measures several texts and context lengths.
+`accelerate launch` works as well as torchrun. Without --model and --text, the recipe takes the demo's.
+`hf-ring-attention perplexity` measures several texts and context lengths.
 """
 
 from __future__ import annotations

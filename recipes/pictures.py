@@ -2,7 +2,7 @@
 
 Those of the guides:   python recipes/pictures.py recipes/pictures
 
-This draws whole_rows.png, and decoding.png from bench/decoding.json. Lines differ by markers and dashes, not only by colour.
+This draws whole_rows.png, and decoding.png from bench/decoding.json. Lines differ in markers and dashes, not only in colour.
 """
 
 from __future__ import annotations

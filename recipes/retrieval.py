@@ -1,4 +1,4 @@
-"""Pass keys and needles: which hidden numbers a model still finds under attention patterns, by likelihood.
+"""Pass keys and needles: which hidden numbers a model still finds under attention patterns, judged by likelihood.
 
 One device:    python recipes/retrieval.py --tokens 1k,2k
 Many devices:  torchrun --nproc-per-node 8 recipes/retrieval.py --model ID --text FILE --tokens 32k,128k
@@ -6,9 +6,10 @@ A picture:     python recipes/retrieval.py --pattern exact window:512+4 calibrat
 Small CPU:     ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 recipes/retrieval.py --tokens 1k
 
 A pass key is a number in repeated noise (arXiv 2305.16300); a needle is the secret number of two words, in sentences of a text.
-It stands at a depth from 0, the beginning of the prompt, to 1. The prompt ends with the beginning of the answer, and the model
-rates eight numbers, the right one among them: if it finds nothing, each has 1/8, and the mean rank is 4.5.
-`accelerate launch` works as well as torchrun; all processes share each prompt. By default it reads the demo's model and text.
+The number stands at a depth between 0, the beginning of the prompt, and 1. The prompt ends with the beginning of the answer,
+and the model rates eight numbers; one is right. If it finds nothing, each gets 1/8, and the mean rank is 4.5.
+`accelerate launch` works as well as torchrun; all processes share each prompt. By default the recipe takes the demo's model
+and text.
 """
 
 from __future__ import annotations

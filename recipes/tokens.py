@@ -1,4 +1,4 @@
-"""The tokens of documents: texts, and chats in the model's own template, whose assistant's turns alone are learned."""
+"""The tokens of documents: texts, and chats in the model's own template. Of a chat, only the assistant's turns are learned."""
 
 from __future__ import annotations
 

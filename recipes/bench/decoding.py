@@ -5,8 +5,9 @@ As in the figures:  OMP_NUM_THREADS=1 python recipes/bench/decoding.py --tokens 
                         --pattern exact window:512+4 calibrated/calibration.json --plot decoding.png
 A GPU:              python recipes/bench/decoding.py --tokens 16k 128k --dtype bfloat16
 
-The model has random weights and, unless other sizes are given, the shape of SmolLM2-135M. Each pattern has read a random text
-into a `ra.PatternCache`; sdpa has a cache of as many random keys and values. The calls take turns, a few tokens at a time.
+The model has random weights and, unless other sizes are given, the shape of SmolLM2-135M. Each pattern first
+reads a random text into a `ra.PatternCache`; sdpa gets a cache with as many random keys and values. The calls then take turns,
+a few tokens at a time.
 """
 
 from __future__ import annotations

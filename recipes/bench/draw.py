@@ -1,9 +1,9 @@
-"""A picture of the figures of `make gpu`, and of lengths.py: milliseconds and GiB of attention against the length of a row.
+"""Draws the figures of `make gpu` and lengths.py: milliseconds and GiB of attention against the length of a row.
 
 The guide's:   python recipes/bench/draw.py recipes/bench/h100.json recipes/bench/cpu.json --plot recipes/pictures/speed.png
 Yours:         python recipes/bench/draw.py gpu.json --plot gpu.png
 
-Lines differ by marker and by dashes, and have their names at their ends, so that they need no colour.
+Lines differ in markers and dashes and are labelled at their ends, so one can read them without colour.
 """
 
 from __future__ import annotations

@@ -6,10 +6,12 @@ In less time:        make gpu GPU_ARGS="--seconds 300"
 Settings of kernels: make gpu GPU_ARGS=--tune
 A dry run, any CPU:  make gpu GPU_ARGS=--small
 
-Each table is printed as soon as it is measured, and a JSON file has all figures so far. The run names every part that time,
-memory or packages do not allow. It prints goals beside the results, and fails only for wrong numbers and errors.
+Each table is printed as soon as it is measured, and a JSON file has all figures so far. The run names each part
+that it skips for lack of time, memory or packages. It prints goals beside the results, and fails only on wrong numbers
+and errors.
 
-With --tune, it finds settings of the fused kernels in five minutes instead, by `tests/tune.py`, and prints rows for the code.
+With --tune, it runs `tests/tune.py` instead: in five minutes, this finds settings of the fused kernels, and prints them as rows
+for the code.
 """
 
 from __future__ import annotations

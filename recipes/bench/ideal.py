@@ -1,11 +1,11 @@
-"""How near a ring comes to the same FLOPs without communication.
+"""How close a ring comes to the speed of the same FLOPs without communication.
 
 A small CPU:        python recipes/bench/ideal.py
 As in the figures:  python recipes/bench/ideal.py --tokens 16k --repeats 7
 Eight GPUs:         python recipes/bench/ideal.py --ranks 8 --tokens 128k --dtype bfloat16
 
 The ideal: every rank computes its share of the heads for the whole row, all ranks at the same time, and sends nothing.
-The floor: the same with sdpa, times the share of its FLOPs that the pattern leaves.
+The floor: the same with sdpa, times the share of its FLOPs that the pattern computes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Milliseconds and GiB of attention by the length of a row, on a CPU; `make gpu` measures them on a GPU.
+"""Milliseconds and GiB of attention against the length of a row, on a CPU; `make gpu` measures them on a GPU.
 
 A few minutes:      python recipes/bench/lengths.py --tokens 1k,2k,4k
 As in the figures:  python recipes/bench/lengths.py --json recipes/bench/cpu.json
 
-The file has the form of `make gpu`'s, so recipes/bench/draw.py draws both. All take turns on the same tensors, and each peak is
-measured in a new process.
+The JSON file has the format of `make gpu`, so recipes/bench/draw.py draws both. All implementations take turns on the same
+tensors, and each peak is measured in a new process.
 """
 
 from __future__ import annotations

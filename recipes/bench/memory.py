@@ -1,10 +1,10 @@
-"""Peaks of memory: of attention by pattern, of a rank as its ring grows, and of a training step by part.
+"""Peak memory of attention by pattern, of a rank as its ring grows, and of a training step by part.
 
 A small CPU:        python recipes/bench/memory.py
 As in the figures:  python recipes/bench/memory.py --tokens 32k --rank-tokens 4k --ranks 1 2 4 8 --all-steps
-Steps alone:        python recipes/bench/memory.py --parts steps --step-tokens 2k 8k 16k
+Only the steps:     python recipes/bench/memory.py --parts steps --step-tokens 2k 8k 16k
 
-Every peak is measured in new processes; on a CPU, their resident memory. Estimates come from `ra.estimate`.
+Every peak is measured in new processes; on a CPU, it is their resident memory. Estimates come from `ra.estimate`.
 """
 
 from __future__ import annotations

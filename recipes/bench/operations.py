@@ -1,4 +1,4 @@
-"""Operations of one attention call, and the time that starting them takes on the host.
+"""How many operations one attention call starts, and how long the host takes to start them.
 
 A small CPU:        python recipes/bench/operations.py
 As in the figures:  python recipes/bench/operations.py --tokens 16k

@@ -1,4 +1,4 @@
-"""Rings of processes: transports and layouts against each other, how much of a delay shows, and speed as a ring grows.
+"""Rings of processes: transports and layouts compared, how much delayed messages cost, and speed as a ring grows.
 
 A small CPU:        python recipes/bench/peers.py
 As in the figures:  python recipes/bench/peers.py --tokens 512 4k 16k --ring-tokens 8k --repeats 7

@@ -1,4 +1,4 @@
-"""The report of `make gpu`: the figures so far, what was left out, what is wrong, and the device that is measured."""
+"""The report of `make gpu`: the figures so far, what was left out, what is wrong, and the device."""
 
 from __future__ import annotations
 

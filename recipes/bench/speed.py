@@ -4,7 +4,7 @@ A small CPU:        python recipes/bench/speed.py
 As in the figures:  python recipes/bench/speed.py --tokens 32k --no-flex
 Beside flex:        python recipes/bench/speed.py --tokens 16k --repeats 5 --pattern window:512+4 pyramid:512,3
 
-All take turns on the same tensors. Before they are timed, some of their outputs are compared with the definition of the
+All implementations take turns on the same tensors. Before timing, some outputs of each are compared with the definition of the
 pattern; an implementation that computes something else is not timed.
 """
 

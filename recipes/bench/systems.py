@@ -5,9 +5,9 @@ As in the figures:  python recipes/bench/systems.py --tokens 8k --hybrid-tokens 
 Checkpointing:      python recipes/bench/systems.py --parts checkpointing --checkpointed-tokens 16k --repeats 5
 Eight GPUs:         python recipes/bench/systems.py --ranks 8 --tokens 64k --dtype bfloat16
 
-All take turns, from the same weights, and each process has one thread, or one GPU. While one process computes alone, the
-others wait. Plain DDP trains on as many rows as there are processes, so rates of tokens are compared, and not seconds.
-A ring computes what one process does: the error compares its first two losses.
+All variants take turns from the same weights, and each process has one thread, or one GPU. While a single process computes, the
+others wait. Plain DDP trains on one row per process, so compare tokens per second, not seconds.
+A ring must compute what one process computes: the printed error compares their first two losses.
 """
 
 from __future__ import annotations
