@@ -132,7 +132,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--answer-tokens", type=at_least(1), default=128, help="most tokens of an answer (default 128)")
     piece = "tokens that one process reads at once; fewer take less memory (default 4096)"
     add("--at-once", type=token_count(1), default=4096, help=piece)
-    add("--dtype", choices=DTYPES, default="float32", help="type of numbers (default float32)")
+    add("--dtype", choices=DTYPES, default="float32", help="data type (default float32)")
     add("--json", type=new_file, help="file for the answers and figures")
     return parser.parse_args(argv)
 

@@ -41,10 +41,10 @@ FOUR_BITS = f"{BUNDLED} is SmolLM2-135M-Instruct from a 4-bit file (Q4_1): the m
 warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 for name in ("accelerate.utils.other", "huggingface_hub.repocard"):
     logging.getLogger(name).setLevel(logging.ERROR)
-TRUST_HELP = "run the Python code that the model's folder or hub repository brings; read it first"
+TRUST_HELP = "run the Python code that comes with the model's folder or hub repository; read it first"
 MODEL_HELP = f"folder or hub id of a causal language model, or {BUNDLED}"
 ADAPTED_HELP = f"folder or hub id of a causal language model, folder with LoRA adapters, or {BUNDLED}"
-LORA_HELP = "train adapters of this rank beside all linear layers, and nothing else; 0: all weights"
+LORA_HELP = "train only LoRA adapters of this rank, in all linear layers; 0: train all weights"
 
 
 def cache_folder() -> Path:
@@ -359,7 +359,7 @@ def add_ring(parser: argparse.ArgumentParser) -> None:
     layouts, transports = "auto contiguous zigzag documents".split(), "auto ring collective heads local".split()
     add("--ring-layout", choices=layouts, default="auto", help="how rows are divided (default auto)")
     add("--ring-transport", choices=transports, default="auto", help="how keys reach other processes (default auto)")
-    add("--ring-heads", type=at_least(1), help="with --ring-transport heads: how many neighbours exchange them")
+    add("--ring-heads", type=at_least(1), help="with --ring-transport heads: how many neighbours exchange heads")
 
 
 def pattern_settings(pattern: ra.Pattern | ra.Calibration) -> str | dict[str, str]:

@@ -85,11 +85,11 @@ def command(*words: str, **options: Any) -> None:
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--layer-tokens", type=token_count(1024), default=32768, help="tokens of the row of part 1 (default 32768)")
+    add("--layer-tokens", type=token_count(1024), default=32768, help="tokens of the row in part 1 (default 32768)")
     add("--tokens", type=token_count(64), default=2048, help="tokens of the text, in parts 2 to 4 (default 2048)")
     add("--steps", type=at_least(1), default=4, help="steps of fine-tuning (default 4)")
-    add("--row-tokens", type=token_count(64), default=256, help="tokens of its rows (default 256)")
-    add("--minutes", type=positive, default=3.5, help="calibrate if it may end before so many minutes (default 3.5)")
+    add("--row-tokens", type=token_count(64), default=256, help="tokens of a row in fine-tuning (default 256)")
+    add("--minutes", type=positive, default=3.5, help="calibrate only if it can end by this minute (default 3.5)")
     add("--output", type=Path, default=Path("demo"), help="folder for figures and pictures (default demo)")
     args = parser.parse_args(renamed(parser, argv, seq_len="row-tokens"))
     missing = missing_extra("matplotlib", "rich") or common.obstacle(common.BUNDLED)

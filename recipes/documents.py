@@ -42,7 +42,7 @@ class Texts:
     text: list[str] | None = HfArg(default=None, help=TEXT_HELP, metadata={"action": "extend"})
     dataset: str | None = HfArg(default=None, help="a data set's hub id, folder, or .jsonl, .csv, .parquet")
     config: str | None = HfArg(default=None, help="the data set's configuration, if it has several")
-    split: str = HfArg(default="train", help="the data set's split; 'train[:1%%]' is its beginning")
+    split: str = HfArg(default="train", help="the data set's split, or a part such as 'train[:1%%]'")
     columns: list[str] | None = HfArg(default=None, help="columns of texts, or of chats; default: messages or text")
 
 
@@ -50,11 +50,11 @@ class Texts:
 class Sources(Texts):
     """The origin of documents, and how they become rows."""
 
-    streaming: bool = HfArg(default=False, help="read the data set during training, and not before")
-    buffer: int = HfArg(default=1000, help="documents that are packed, or of a stream shuffled, together")
+    streaming: bool = HfArg(default=False, help="read the data set during training, not before it")
+    buffer: int = HfArg(default=1000, help="documents that are packed together, or shuffled together in a stream")
     tokens: Tokens = HfArg(default=1024, help="tokens of a row, such as 4096, 4k or 1M")
-    long_documents: str = HfArg(default="split", help="documents longer than a row", metadata={"choices": LONG})
-    held_out: int = HfArg(default=0, help="first tokens of the data, kept for evaluation")
+    long_documents: str = HfArg(default="split", help="for documents longer than a row", metadata={"choices": LONG})
+    held_out: int = HfArg(default=0, help="how many first tokens of the data to keep for evaluation")
 
 
 # ---- options

@@ -51,35 +51,33 @@ def parse_args(argv=None) -> argparse.Namespace:
     )
     common.add_model(parser, train=True)
     parser.add_argument("--pattern", type=pattern_source, default="exact", help=f"{PATTERN_HELP} (default exact)")
-    shared = "processes that share a row: all of them for one ring, 1 for rows of their own; several processes need it"
+    shared = "processes that share each row: all for one ring, 1 for data parallelism; required with several processes"
     parser.add_argument("--ranks", type=at_least(1), help=shared)
     common.add_ring(parser)
 
     add = parser.add_argument_group("training").add_argument
     add("--batch-size", type=at_least(1), default=1, help="rows that a ring reads at once (default 1)")
     add("--steps", type=at_least(1), default=20, help="optimizer steps (default 20)")
-    add("--accumulate", type=at_least(1), default=1, help="batches of an optimizer step (default 1)")
+    add("--accumulate", type=at_least(1), default=1, help="batches per optimizer step (default 1)")
     add("--lr", type=positive, default=5e-5, help="highest learning rate of AdamW (default 5e-5)")
     add("--schedule", choices=SCHEDULES, default="cosine", help="how the learning rate changes (default cosine)")
-    add(
-        "--warmup", type=at_least(0), help="steps of rising learning rate, the first with 0; default: 2, or 0 of 1 step"
-    )
+    add("--warmup", type=at_least(0), help="warm-up steps, from a learning rate of 0 (default 2; 0 if --steps is 1)")
     add("--clip", type=positive, default=1.0, help="largest norm of the gradient (default 1)")
     add("--lora", type=at_least(0), default=0, metavar="RANK", help=f"{common.LORA_HELP} (default 0)")
-    distilled = "with --lora: learn the predictions of exact attention without adapters instead of the texts"
+    distilled = "with --lora: instead of the texts, learn the predictions of exact attention without adapters"
     add("--distill", action="store_true", help=distilled)
-    add("--checkpointing", action="store_true", help="recompute layers in backward, without their attention")
-    add("--offload", action="store_true", help="keep in host memory what --checkpointing leaves on the device")
-    add("--dtype", choices=["no", "bf16", "fp16"], help="mixed precision; default: as Accelerate was launched")
+    add("--checkpointing", action="store_true", help="recompute layers in backward, except their attention")
+    add("--offload", action="store_true", help="move to host memory what --checkpointing keeps on the device")
+    add("--dtype", choices=["no", "bf16", "fp16"], help="mixed precision; default: Accelerate's setting")
     add("--seed", type=at_least(0), default=0)
 
     add = parser.add_argument_group("evaluation, checkpoints and reports").add_argument
-    evaluated = "steps between evaluations on what --held-out keeps; 0: before and after the run"
+    evaluated = "steps between evaluations on the --held-out tokens; 0: only before and after the run"
     add("--eval-every", type=at_least(0), default=0, help=evaluated)
     add("--save-every", type=at_least(0), default=0, help="steps between checkpoints, 0: none")
-    add("--keep", type=at_least(1), default=1, help="how many checkpoints are kept, the last ones (default 1)")
-    add("--resume", action="store_true", help="go on from the last checkpoint in --output")
-    folder = "folder for model, checkpoints and logs, shared by all machines"
+    add("--keep", type=at_least(1), default=1, help="how many of the latest checkpoints to keep (default 1)")
+    add("--resume", action="store_true", help="continue from the last checkpoint in --output")
+    folder = "folder for model, checkpoints and logs; all machines must share it"
     add("--output", type=Path, default=Path("runs/finetune"), help=folder)
     add("--report-to", nargs="+", choices=TRACKERS, default=[], metavar="TRACKER", help=", ".join(TRACKERS))
     add("--json", type=new_file, help="file for the figures")

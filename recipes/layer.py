@@ -50,7 +50,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--tokens", type=token_count(2), default=32768, help="tokens of the row (default 32768)")
-    add("--pattern", type=pattern_source, default="window:512+4", help="beside exact (default window:512+4)")
+    add("--pattern", type=pattern_source, default="window:512+4", help="timed beside exact (default window:512+4)")
     add("--heads", type=at_least(1), default=2, help="query heads (default 2)")
     add("--kv-heads", type=at_least(1), default=1, help="key/value heads (default 1)")
     add("--head-dim", type=at_least(1), default=64, help="size of a head (default 64)")

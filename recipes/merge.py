@@ -24,7 +24,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     common.add_model(parser)
     parser.add_argument("--output", type=Path, required=True, help="new folder for the whole model and its tokenizer")
-    kept = "type of the numbers that are saved (default float32)"
+    kept = "data type of the saved weights (default float32)"
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help=kept)
     args = parser.parse_args(argv)
     if not common.has_adapters(args.model):

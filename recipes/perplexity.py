@@ -63,7 +63,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--tokens", type=token_count(2), default=4096, help="first tokens of the text to read (default 4096)")
     patterns = f"{PATTERN_HELP} (default {' '.join(PATTERNS)})"
     add("--pattern", dest="patterns", type=pattern_source, nargs="+", action=Several, default=PATTERNS, help=patterns)
-    add("--dtype", choices=DTYPES, default="float32", help="type of numbers (default float32)")
+    add("--dtype", choices=DTYPES, default="float32", help="data type (default float32)")
     add("--json", type=new_file, help="file for the figures, with the loss of every token")
     add("--plot", type=new_file, help="file for a picture of perplexity against attention FLOPs")
     args = parser.parse_args(renamed(parser, argv, patterns="pattern"))

@@ -203,11 +203,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     several = {"nargs": "+", "action": Several, "metavar": "N"}
     lengths = "tokens of prompts with their answers (default 1k 2k)"
     add("--tokens", dest="lengths", type=comma_list(token_count(1)), **several, default=[1024, 2048], help=lengths)
-    add("--depths", type=float, nargs="+", default=[0.0, 0.5, 1.0], help="places of the number (default 0 0.5 1)")
+    add("--depths", type=float, nargs="+", default=[0.0, 0.5, 1.0], help="depths of the number (default 0 0.5 1)")
     samples = "questions of each task, length and depth (default 1)"
     add("--samples", type=at_least(1), default=1, help=samples)
-    add("--seed", type=at_least(0), default=0, help="questions follow from it (default 0)")
-    add("--dtype", choices=DTYPES, default="float32", help="type of numbers (default float32)")
+    add("--seed", type=at_least(0), default=0, help="seed of the questions (default 0)")
+    add("--dtype", choices=DTYPES, default="float32", help="data type (default float32)")
     add("--json", type=new_file, help="file for the figures of every question")
     add("--plot", type=new_file, help="file for a picture: probability by depth and length")
     args = parser.parse_args(renamed(parser, argv, patterns="pattern", lengths="tokens"))

@@ -31,31 +31,31 @@ _BUDGETS = {
 
 
 def add_calibrate(parser: Parser) -> None:
-    add, text = parser.add_argument, "Tokens of a row of text (default 4k)."
+    add, text = parser.add_argument, "Tokens in each row of text (default 4k)."
     parser.add_model("A causal language model: hub id or folder.", required=True)
     add("--text", metavar="FILE", type=text_file, nargs="+", action="extend", required=True, help="Texts in UTF-8.")
     add("--budget", metavar="SHARE", type=above_zero(1), default=0.25, help="Share of exact's cost (default 0.25).")
-    parser.add_choice("--budget-of", tuple(_BUDGETS), "The cost that is counted", "flops")
-    add("--ranks", metavar="N", type=at_least(2), help="Ranks whose bytes are counted (default: the processes).")
+    parser.add_choice("--budget-of", tuple(_BUDGETS), "The cost to count", "flops")
+    add("--ranks", metavar="N", type=at_least(2), help="Ranks whose bytes are counted (default: all processes).")
     add("--tokens", metavar="N", type=token_count(2), default="4k", was="--seq-len", help=text)
-    add("--rows", metavar="N", type=at_least(1), default=1, help="Rows of each text, spread evenly (default 1).")
-    text = "A pattern to choose among; repeatable. Default: windows with few and with many sinks, and exact."
+    add("--rows", metavar="N", type=at_least(1), default=1, help="Rows from each text, evenly spaced (default 1).")
+    text = "A pattern to choose from; repeatable. Default: windows with few and with many sinks, and exact."
     parser.add_pattern(text, "--menu", action="append")
-    add("--retrieval", metavar="WEIGHT", type=float, help="Weight of finding tokens again; 0 for none.")
-    add("--refinements", metavar="N", type=at_least(0), default=1, help="Passes around the choice (default 1).")
-    add("--seed", metavar="N", type=at_least(0, 2**32 - 1), default=0, help="Random tokens follow from it (default 0).")
+    add("--retrieval", metavar="WEIGHT", type=float, help="Weight of retrieval in the scores; 0 turns it off.")
+    add("--refinements", metavar="N", type=at_least(0), default=1, help="Passes that correct the choice (default 1).")
+    add("--seed", metavar="N", type=at_least(0, 2**32 - 1), default=0, help="Seed of the random tokens (default 0).")
     text = "Folder for results and measurements; an interrupted run continues there."
     add("--output", metavar="FOLDER", type=new_folder, help=text)
     parser.add_picture("--plot", "Draw the pattern of each layer and key/value head.")
-    parser.add_choice("--dtype", ("float32", "bfloat16", "float16"), "Type of numbers", "float32")
+    parser.add_choice("--dtype", ("float32", "bfloat16", "float16"), "Data type", "float32")
     parser.add_json()
 
 
 def calibrate_command(args: Namespace) -> None:
     """Choose a pattern for each layer and key/value head of a checkpoint.
 
-    Passes of the texts measure what each pattern would do to the predictions of this checkpoint; nothing is trained.
-    `hf-ring-attention perplexity` measures the result on other texts.
+    It reads the texts to measure how much each pattern would change the predictions of this checkpoint; nothing is trained.
+    Then measure the result on other texts with `hf-ring-attention perplexity`.
 
     Examples:
       hf-ring-attention calibrate --model HuggingFaceTB/SmolLM2-135M \\

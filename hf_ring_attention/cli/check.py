@@ -26,19 +26,19 @@ _COLUMNS = 9, 21
 
 def add_check(parser: Parser) -> None:
     add = parser.add_argument
-    add("--ranks", metavar="N", type=at_least(1), was="--ring-size", help="Ranks of a ring (default: all processes).")
-    add("--model", metavar="ID_OR_FOLDER", help="The job's model, or its config.json; no weights are loaded.")
-    parser.add_pattern("The job's pattern; default: the model's, else exact.")
-    text = "The longest for each check (default 30)."
+    add("--ranks", metavar="N", type=at_least(1), was="--ring-size", help="Ranks in a ring (default: all processes).")
+    add("--model", metavar="ID_OR_FOLDER", help="The job's model, or its config.json; it loads no weights.")
+    parser.add_pattern("The job's pattern (default: the model's, else exact).")
+    text = "Time limit of each check (default 30)."
     add("--timeout", metavar="SECONDS", type=above_zero(), default=30.0, help=text)
     parser.add_json()
 
 
 def check_command(args: Namespace) -> int:
-    """Check processes, links and attention before a long job, by the job's launcher.
+    """Check processes, links and attention before a long job, with its launcher.
 
-    One verdict a line, and what to do about each failure. The exit status is 0 if nothing failed. Attention, a training step
-    and generation are compared with one process, at small sizes.
+    It prints one verdict per line, and a remedy for each failure. The exit status is 0 if nothing failed. At small sizes, it
+    compares attention, a training step and generation with one process.
 
     Examples:
       hf-ring-attention check --model ./folder

@@ -19,35 +19,33 @@ if TYPE_CHECKING:
 
 def add_estimate(parser: Parser) -> None:
     add, dtypes = parser.add_argument, tuple(NUMBER_BYTES)
-    add("--tokens", metavar="N", type=token_count(), required=True, was="--seq-len", help="Tokens of a row: 128k, 1M.")
+    add("--tokens", metavar="N", type=token_count(), required=True, was="--seq-len", help="Tokens in a row: 128k, 1M.")
     # --ranks is one ring, as in all commands; --devices counts the devices of all rings, which divide parameters.
-    add("--ranks", metavar="N", type=at_least(1), was="--ring-size", help="Ranks of a ring (default: all devices).")
-    add("--devices", metavar="N", type=at_least(1, 2**20), help="Devices of all rings (default: as --ranks, else 1).")
-    add("--memory", metavar="SIZE", type=memory_size, help="What a device has, such as 80GB.")
+    add("--ranks", metavar="N", type=at_least(1), was="--ring-size", help="Ranks in a ring (default: all devices).")
+    add("--devices", metavar="N", type=at_least(1, 2**20), help="Devices in all rings (default: --ranks, else 1).")
+    add("--memory", metavar="SIZE", type=memory_size, help="Memory of a device, such as 80GB.")
     parser.add_model("A folder with a config.json, or a hub id.", required=True)
-    parser.add_pattern("Or calibration.json; default: the model's, else exact.", file=True)
+    parser.add_pattern("A pattern or calibration.json (default: the model's, else exact).", file=True)
     parser.add_choice("--parallel", PARALLELS, "How parameters are divided", "fsdp2")
     add("--checkpointing", action=BooleanOptionalAction, default=True, help="Backward recomputes layers (default yes).")
-    add("--keep-attention", action=BooleanOptionalAction, default=True, help="Checkpointing keeps it (default yes).")
-    add(
-        "--layer-tokens-at-once", metavar="N", type=token_count(), default=0, help="As for sliced_layers (default all)."
-    )
-    add("--offload", action="store_true", help="Saved activations wait in host memory.")
-    add("--offload-optimizer", action="store_true", help="The optimizer is in host memory, by DeepSpeed.")
-    add("--accumulate", action="store_true", help="Gradients stay from batch to batch of a step.")
-    add("--batch-size", metavar="N", type=at_least(1), default=1, help="Sequences of a ring at once (default 1).")
+    add("--keep-attention", action=BooleanOptionalAction, default=True, help="When checkpointing (default yes).")
+    add("--layer-tokens-at-once", metavar="N", type=token_count(), default=0, help="For sliced_layers (default all).")
+    add("--offload", action="store_true", help="Keep saved activations in host memory.")
+    add("--offload-optimizer", action="store_true", help="Keep the optimizer in host memory (DeepSpeed).")
+    add("--accumulate", action="store_true", help="Accumulate gradients over several batches.")
+    add("--batch-size", metavar="N", type=at_least(1), default=1, help="Rows that a ring reads at once (default 1).")
     parser.add_choice("--dtype", dtypes, "Activations", "bfloat16")
     parser.add_choice("--master-dtype", dtypes, "Weights, gradients, moments", "float32")
     parser.add_layout()
     parser.add_transport()
-    parser.add_picture("--plot", "Draw memory by length.")
+    parser.add_picture("--plot", "Draw memory against the length of a row.")
     parser.add_json()
 
 
 def estimate_command(args: Namespace) -> None:
-    """Show what a training step would hold on each device, by part, and what fits.
+    """Show the memory that a training step needs on each device, by part, and what fits.
 
-    Nothing runs and no weights are loaded. Each line has its formula; with --json also its source.
+    It trains nothing and loads no weights. Each line comes with its formula, with --json also its source.
 
     Examples:
       hf-ring-attention estimate --tokens 1M --ranks 8 --model ./folder \\

@@ -27,16 +27,16 @@ Times = dict[str, list[LayerTime]]
 
 def add_explain(parser: Parser) -> None:
     parser.add_row()
-    parser.add_pattern("Pattern, or calibration.json of --model; default: the model's, else exact.", file=True)
-    parser.add_model("Take heads and layers from its config.json.")
+    parser.add_pattern("A pattern, or calibration.json of --model (default: the model's, else exact).", file=True)
+    parser.add_model("Take heads and layers from this model's config.json.")
     parser.add_heads()
     add = parser.add_argument
-    parser.add_choice("--dtype", ("float32", "bfloat16", "float16", "float64"), "Type of numbers", "bfloat16")
-    add("--batch-size", metavar="N", type=at_least(1), default=1, help="Rows at once (default 1).")
-    add("--bidirectional", action="store_true", help="Queries also see keys after them.")
-    text = "Gigabits a second of links between ranks, for the table of times (default 3600, as NVLink 4, and 400)."
+    parser.add_choice("--dtype", ("float32", "bfloat16", "float16", "float64"), "Data type", "bfloat16")
+    add("--batch-size", metavar="N", type=at_least(1), default=1, help="Rows in a batch (default 1).")
+    add("--bidirectional", action="store_true", help="Let queries also see later keys.")
+    text = "Gbit/s of links between ranks, for the table of times (default 3600, like NVLink 4, and 400)."
     add("--gbps", metavar="X", nargs="+", type=above_zero(), default=[3600, 400], help=text)
-    add("--tflops", metavar="X", type=above_zero(), default=400, help="10^12 operations a second of a device (400).")
+    add("--tflops", metavar="X", type=above_zero(), default=400, help="TFLOP/s of a device (default 400).")
     parser.add_transport()
     parser.add_json()
 
@@ -44,7 +44,7 @@ def add_explain(parser: Parser) -> None:
 def explain_command(args: Namespace) -> None:
     """Show what attention over a ring would do: layout, transport, FLOPs and bytes.
 
-    Nothing is computed and no weights are loaded.
+    It runs no attention and loads no weights.
 
     Examples:
       hf-ring-attention explain --tokens 128k --ranks 8 --model Qwen/Qwen3-8B

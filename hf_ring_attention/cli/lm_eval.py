@@ -10,7 +10,7 @@ from .options import Parser, Refusal, require_extra
 
 def add_lm_eval(parser: Parser) -> None:
     """Adds what --help shows of the harness's options."""
-    text = "Options of lm_eval: see lm-eval run --help."
+    text = "Options of lm_eval; see lm-eval run --help."
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="...", help=text)
 
 
@@ -19,7 +19,7 @@ def lm_eval_command(words: list[str]) -> None:
 
     The model takes the --model_args of hf, and pattern, ring_size, ring_layout, ring_transport, ring_heads, ring_kernel
     and logits_at_once. With several processes, ring_size of them share each sequence, and rings answer different requests.
-    Write a pattern with a comma in JSON.
+    If a pattern contains a comma, write --model_args as JSON.
 
     Examples:
       hf-ring-attention lm-eval --model ring_dilated --tasks lambada_openai \\

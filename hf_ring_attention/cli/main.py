@@ -38,7 +38,7 @@ Examples:
 
 def command_parser() -> Parser:
     """Returns the parser of all commands; it loads neither torch nor Transformers."""
-    parser = Parser(prog=PROGRAM, description="Exact and dilated ring attention: its cost, pictures, and measurements.")
+    parser = Parser(prog=PROGRAM, description="Exact and dilated ring attention: costs, pictures and measurements.")
     parser.add_argument("--version", action="version", version=__version__)
     top = parser.add_subparsers(metavar="COMMAND", required=True)
     plots = top.add_parser("plot", help="Draw patterns, layouts and rings.", epilog=_OF_PLOTS)

@@ -20,9 +20,9 @@ def add_models(parser: Parser) -> None:
 
 
 def models_command(args: Namespace) -> None:
-    """Show which model types work, on one device, over a ring and with packed rows.
+    """Show which model types work on one device, over a ring and with packed rows.
 
-    The answers come from running a tiny model of each type.
+    The answers come from a test that ran a tiny model of each type.
 
     Examples:
       hf-ring-attention models

@@ -80,7 +80,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(name, choices=choices, metavar="NAME", default=default, help=text)
 
     def add_json(self) -> None:
-        text = "Write the figures as JSON to a file, or to stdout, and then nothing else there."
+        text = "Write the figures as JSON to this file; without a file, print only JSON."
         self.add_argument("--json", metavar="FILE.json", nargs="?", const="", type=json_file, help=text)
 
     def add_pattern(self, text: str, name: str = "--pattern", file: bool = False, **settings: Any) -> None:
@@ -93,21 +93,21 @@ class Parser(argparse.ArgumentParser):
     def add_model(self, text: str, required: bool = False) -> None:
         """Adds --model, and the permission to run its code."""
         self.add_argument("--model", metavar="ID_OR_FOLDER", required=required, help=text)
-        text = "Run the Python code that the model brings; read it first."
+        text = "Run the Python code that comes with the model; read it first."
         self.add_argument("--trust-remote-code", action="store_true", help=text)
 
     def add_row(self) -> None:
         """Adds the options for one row over a ring: its tokens, its documents, the ranks, and the layout."""
-        add, text = self.add_argument, "Lengths of the documents that are packed into the row; default: one."
-        add("--tokens", type=token_count(), metavar="N", required=True, help="Tokens of a row: 128k, 1M.")
-        add("--ranks", type=at_least(1), metavar="N", required=True, help="Ranks of the ring.")
+        add, text = self.add_argument, "Lengths of the documents packed into the row (default: one document)."
+        add("--tokens", type=token_count(), metavar="N", required=True, help="Tokens in a row, such as 128k or 1M.")
+        add("--ranks", type=at_least(1), metavar="N", required=True, help="Ranks in the ring.")
         add("--documents", type=comma_list(token_count()), metavar="N,N,...", help=text)
         self.add_layout()
 
     def add_heads(self) -> None:
         add = self.add_argument
         add("--heads", type=at_least(1), metavar="N", help="Query heads, without --model.")
-        add("--kv-heads", type=at_least(1), metavar="N", help="Key/value heads, without --model; default: as --heads.")
+        add("--kv-heads", type=at_least(1), metavar="N", help="Key/value heads, without --model (default: --heads).")
         add("--head-dim", type=at_least(1), metavar="N", help="Size of a head, without --model.")
 
     def add_layout(self) -> None:
@@ -115,7 +115,7 @@ class Parser(argparse.ArgumentParser):
 
     def add_transport(self) -> None:
         self.add_choice("--transport", get_args(TransportKind), "How keys travel", "auto")
-        text = "With --transport heads: neighbours that exchange heads; default: all ranks."
+        text = "With --transport heads: how many neighbours exchange heads (default: all ranks)."
         self.add_argument("--ring-heads", type=at_least(1), metavar="N", help=text)
 
 

@@ -22,23 +22,23 @@ def add_perplexity(parser: Parser) -> None:
     parser.add_model("A causal language model: hub id or folder.")
     add("--text", metavar="FILE", type=text_file, nargs="+", action="extend", help="Texts in UTF-8.")
     add("words", metavar="MODEL TEXT_FILE ...", nargs="*", help="The same, without --model and --text.")
-    text = f"A pattern, a file calibration.json, or own: the config's; repeatable (default {' '.join(USUAL_PATTERNS)})."
+    text = f"A pattern, a calibration.json, or own (the config's); repeatable (default {' '.join(USUAL_PATTERNS)})."
     add("--pattern", metavar="TEXT", action="append", type=lambda x: x if x == OWN else pattern_or_file(x), help=text)
-    text = "Tokens of rows: texts are cut into rows of each length (default 4k)."
+    text = "Tokens in a row: texts are cut into rows of each length (default 4k)."
     add("--tokens", metavar="N,N,...", type=comma_list(token_count(2)), was="--lengths", help=text)
-    text = "First tokens of each text that are read (default: the most of --tokens)."
+    text = "Read only the first N tokens of each text (default: the largest of --tokens)."
     add("--text-tokens", metavar="N", type=token_count(2), was="--tokens", help=text)
-    add("--stride", metavar="N", type=token_count(), help="With --tokens: rows advance by this many tokens.")
-    parser.add_picture("--plot", "Draw perplexity by the length of rows.")
-    parser.add_choice("--dtype", ("float32", "bfloat16", "float16"), "Type of numbers", "float32")
+    add("--stride", metavar="N", type=token_count(), help="With --tokens: each row starts N tokens after the previous.")
+    parser.add_picture("--plot", "Draw perplexity against the length of rows.")
+    parser.add_choice("--dtype", ("float32", "bfloat16", "float16"), "Data type", "float32")
     parser.add_json()
 
 
 def perplexity_command(args: Namespace) -> None:
     """Measure the perplexity of texts under attention patterns, and at several context lengths.
 
-    Nothing is trained: the figures show what a pattern costs a checkpoint as it is. Several processes, started by torchrun
-    or accelerate launch, share each window, and print the figures of one.
+    Nothing is trained: the figures show how much quality a pattern costs the checkpoint as it is. Several processes, started
+    by torchrun or accelerate launch, share each row and print the same figures as one process.
 
     Examples:
       hf-ring-attention perplexity --model HuggingFaceTB/SmolLM2-135M --text a.txt

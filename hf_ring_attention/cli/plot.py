@@ -26,15 +26,15 @@ def _print_lines(lines: Iterable[str]) -> None:
 
 
 def add_plot_pattern(parser: Parser) -> None:
-    add, text = parser.add_argument, "Patterns such as exact, window:512+4, pyramid:512,3."
+    add, text = parser.add_argument, "A pattern such as exact or window:512+4; repeatable."
     add("words", metavar="PATTERN", nargs="*", help="The same, without --pattern.")
     parser.add_pattern(text, action="append")
-    parser.add_model("Show the patterns of this model's layers, and its heads.")
-    add("--tokens", metavar="N", type=token_count(), default="4k", help="Tokens of the document (default 4k).")
+    parser.add_model("Show the patterns of this model's layers and heads.")
+    add("--tokens", metavar="N", type=token_count(), default="4k", help="Tokens in the document (default 4k).")
     add("--heads", metavar="N", type=at_least(1), help="Query heads, without --model (default 8).")
-    add("--kv-heads", metavar="N", type=at_least(1), help="Key/value heads, without --model; default: as --heads.")
-    add("--head", metavar="N", type=at_least(0), help="What this head sees (default: what any of them sees).")
-    parser.add_picture("--plot", "The file of a picture; without it, text is printed.", was="--output")
+    add("--kv-heads", metavar="N", type=at_least(1), help="Key/value heads, without --model (default: --heads).")
+    add("--head", metavar="N", type=at_least(0), help="Show what this head sees (default: what any head sees).")
+    parser.add_picture("--plot", "Save a picture to this file; without it, print text.", was="--output")
 
 
 def plot_pattern_command(args: Namespace) -> None:
@@ -91,19 +91,19 @@ def plot_layout_command(args: Namespace) -> None:
 def add_plot_ring(parser: Parser) -> None:
     parser.add_row()
     add = parser.add_argument
-    add("--tflops", metavar="X", type=above_zero(), required=True, help="10^12 operations a second of a device.")
-    add("--gbps", metavar="X", type=above_zero(), nargs="+", required=True, help="Gigabits a second between ranks.")
-    parser.add_pattern("Default: the model's, else exact.")
-    parser.add_model("Take heads from its config.json.")
+    add("--tflops", metavar="X", type=above_zero(), required=True, help="TFLOP/s of a device.")
+    add("--gbps", metavar="X", type=above_zero(), nargs="+", required=True, help="Gbit/s of links between ranks.")
+    parser.add_pattern("A pattern (default: the model's, else exact).")
+    parser.add_model("Take heads from this model's config.json.")
     parser.add_heads()
-    parser.add_choice("--dtype", ("float32", "bfloat16", "float16"), "Type of numbers", "bfloat16")
-    parser.add_picture("--plot", "The file of the picture.", was="--output")
+    parser.add_choice("--dtype", ("float32", "bfloat16", "float16"), "Data type", "bfloat16")
+    parser.add_picture("--plot", "Save a picture to this file.", was="--output")
 
 
 def plot_ring_command(args: Namespace) -> None:
     """Show when each rank computes, sends and waits in one layer's forward pass.
 
-    This is arithmetic from the plan and the speeds that you state, no measurement.
+    It computes this from the plan and the speeds that you give; it measures nothing.
 
     Examples:
       hf-ring-attention plot ring --tokens 128k --ranks 4 --heads 4 --kv-heads 1 \\

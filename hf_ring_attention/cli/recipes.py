@@ -13,14 +13,14 @@ RECIPE_FOLDERS = (Path(__file__).parents[1] / "recipes", Path(__file__).parents[
 
 
 def add_recipes(parser: Parser) -> None:
-    text = "The folder to copy to; the command makes it."
+    text = "The new folder to copy them to."
     parser.add_argument("folder", metavar="FOLDER", type=new_folder, help=text)
 
 
 def recipes_command(args: Namespace) -> None:
     """Copy the recipes into a folder of your own, to start from.
 
-    They fine-tune a model with Accelerate or with Trainer, and measure perplexity and retrieval. Nothing is overwritten.
+    They fine-tune a model with Accelerate or the Trainer, and measure perplexity and retrieval. Nothing is overwritten.
 
     Examples:
       hf-ring-attention recipes my_recipes

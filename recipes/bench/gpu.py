@@ -209,7 +209,7 @@ def parts_of(small: bool) -> dict[str, tuple[int, list[tuple[Any, ...]]]]:
 def main(words: Sequence[str] | None = None) -> None:
     """Runs all sections, and ends with status 1 for wrong numbers and errors."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    text = f"the most seconds of the run (default: {SECONDS}, with --tune {SECONDS_TO_TUNE})"
+    text = f"time limit of the run, in seconds (default: {SECONDS}, with --tune {SECONDS_TO_TUNE})"
     parser.add_argument("--seconds", type=float, help=text)
     parser.add_argument("--small", action="store_true", help="every section at small sizes, also on a CPU")
     shown = ", ".join(f"{name} {seconds} s" for name, (seconds, _) in parts_of(False).items())
