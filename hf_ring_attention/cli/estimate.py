@@ -28,8 +28,10 @@ def add_estimate(parser: Parser) -> None:
     parser.add_pattern("A pattern or calibration.json (default: the model's, else exact).", file=True)
     parser.add_choice("--parallel", PARALLELS, "How parameters are divided", "fsdp2")
     add("--checkpointing", action=BooleanOptionalAction, default=True, help="Backward recomputes layers (default yes).")
-    add("--keep-attention", action=BooleanOptionalAction, default=True, help="When checkpointing (default yes).")
-    add("--layer-tokens-at-once", metavar="N", type=token_count(), default=0, help="For sliced_layers (default all).")
+    text = "When checkpointing, keep the results of attention (default yes)."
+    add("--keep-attention", action=BooleanOptionalAction, default=True, help=text)
+    text = "Tokens per slice of sliced_layers (default all)."
+    add("--layer-tokens-at-once", metavar="N", type=token_count(), default=0, help=text)
     add("--offload", action="store_true", help="Keep saved activations in host memory.")
     add("--offload-optimizer", action="store_true", help="Keep the optimizer in host memory (DeepSpeed).")
     add("--accumulate", action="store_true", help="Accumulate gradients over several batches.")
@@ -45,7 +47,7 @@ def add_estimate(parser: Parser) -> None:
 def estimate_command(args: Namespace) -> None:
     """Show the memory that a training step needs on each device, by part, and what fits.
 
-    It trains nothing and loads no weights. Each line comes with its formula, with --json also its source.
+    It trains nothing and loads no weights. Each line comes with its formula; --json adds its source.
 
     Examples:
       hf-ring-attention estimate --tokens 1M --ranks 8 --model ./folder \\

@@ -21,7 +21,7 @@ def add_perplexity(parser: Parser) -> None:
     add = parser.add_argument
     parser.add_model("A causal language model: hub id or folder.")
     add("--text", metavar="FILE", type=text_file, nargs="+", action="extend", help="Texts in UTF-8.")
-    add("words", metavar="MODEL TEXT_FILE ...", nargs="*", help="The same, without --model and --text.")
+    add("words", metavar="MODEL TEXT_FILE ...", nargs="*", help="Short for --model MODEL --text TEXT_FILE ...")
     text = f"A pattern, a calibration.json, or own (the config's); repeatable (default {' '.join(USUAL_PATTERNS)})."
     add("--pattern", metavar="TEXT", action="append", type=lambda x: x if x == OWN else pattern_or_file(x), help=text)
     text = "Tokens in a row: texts are cut into rows of each length (default 4k)."

@@ -27,7 +27,7 @@ def _print_lines(lines: Iterable[str]) -> None:
 
 def add_plot_pattern(parser: Parser) -> None:
     add, text = parser.add_argument, "A pattern such as exact or window:512+4; repeatable."
-    add("words", metavar="PATTERN", nargs="*", help="The same, without --pattern.")
+    add("words", metavar="PATTERN", nargs="*", help="Short for --pattern PATTERN.")
     parser.add_pattern(text, action="append")
     parser.add_model("Show the patterns of this model's layers and heads.")
     add("--tokens", metavar="N", type=token_count(), default="4k", help="Tokens in the document (default 4k).")
