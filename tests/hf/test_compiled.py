@@ -80,20 +80,24 @@ def averaged(results):
 
 def in_windows():
     """A model with sliding windows, and fewer heads of keys than of queries."""
-    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "sliding_window": 6}
     torch.manual_seed(0)
     return MistralForCausalLM(MistralConfig(**sizes, **heads, attn_implementation="ring_dilated"))
 
 
-@pytest.mark.parametrize("make", [lambda: tiny_llama(PATTERN), in_windows], ids=["llama", "mistral"])
-def test_one_device(make):
+@pytest.mark.parametrize(
+    ("make", "kinds"),
+    [(lambda: tiny_llama(PATTERN), ("plain", "padded", "packed")), (in_windows, ("padded", "packed"))],
+    ids=["llama", "mistral"],
+)
+def test_one_device(make, kinds):
     """Any length, padding and packing, in one compilation for each kind of arguments."""
     model = ra.patch_model(make().double())
     call, counter = compiled(model, dynamic=True)
     counts = []
     for length in LENGTHS:
-        for kind in ("plain", "padded", "packed"):
+        for kind in kinds:
             rows = batch(length, kind)
             same(step(call, model, rows), step(model, model, rows))
         counts.append(counter.frame_count)
@@ -102,20 +106,19 @@ def test_one_device(make):
 
 def _on_a_ring(rank):
     """The same over a ring, against one process; gradients are averaged as DDP averages them."""
-    alone = ra.patch_model(tiny_llama(PATTERN).double())
-    cases = [  # transport, layout, lengths, kinds of rows, whether labels are given
-        ("ring", "auto", LENGTHS, ("padded", "packed"), True),
-        ("auto", "zigzag", LENGTHS[:1], ("packed",), False),
-        ("collective", "contiguous", LENGTHS[3:], ("padded",), True),
+    cases = [  # transport, layout, lengths, kind of rows, whether labels are given, layers
+        ("ring", "auto", LENGTHS, "packed", True, 2),
+        ("auto", "zigzag", LENGTHS[:1], "packed", False, 1),
+        ("collective", "contiguous", LENGTHS[3:], "padded", True, 1),
     ]
-    for transport, layout, lengths, kinds, with_labels in cases:
-        model = ra.patch_model(tiny_llama(PATTERN).double(), ring=ra.Ring(transport=transport, layout=layout))
+    for transport, layout, lengths, kind, with_labels, layers in cases:
+        alone, model = (tiny_llama(PATTERN, num_hidden_layers=layers).double() for _ in "ab")
+        ra.patch_model(alone), ra.patch_model(model, ring=ra.Ring(transport=transport, layout=layout))
         call, counter = compiled(model, dynamic=True)
         counts = []
         for length in lengths:
-            for kind in kinds:
-                rows = batch(length, kind)
-                same(averaged(step(call, model, rows, with_labels)), step(alone, alone, rows, with_labels))
+            rows = batch(length, kind)
+            same(averaged(step(call, model, rows, with_labels)), step(alone, alone, rows, with_labels))
             counts.append(counter.frame_count)
         assert counts[0] == counts[-1], "every length was compiled anew"
     with torch.no_grad():
@@ -128,10 +131,10 @@ def test_over_a_ring():
     run_ranks(_on_a_ring, 2)
 
 
-def _breaking(rank, limit):
+def _breaking(rank, limit, layers):
     """Calls that graphs hold and others in turn, with and without compilations left, against one process."""
-    alone = ra.patch_model(tiny_llama(PATTERN).double())
-    model = ra.patch_model(tiny_llama(PATTERN).double(), ring=ra.Ring())
+    alone, model = (tiny_llama(PATTERN, num_hidden_layers=layers).double() for _ in "ab")
+    ra.patch_model(alone), ra.patch_model(model, ring=ra.Ring())
     ids = batch(37, "plain")["input_ids"]
     calls = [
         {"labels": ids, "shift_labels": torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)},
@@ -158,11 +161,12 @@ def _breaking(rank, limit):
                 assert distance(mine, whole) <= EXACT
 
 
-@pytest.mark.parametrize("limit", [1, 8])
-def test_graphs_that_break_over_a_ring(limit):
-    run_ranks(_breaking, 2, limit)
+@pytest.mark.parametrize(("limit", "layers"), [(1, 2), (8, 1)])
+def test_graphs_that_break_over_a_ring(limit, layers):
+    run_ranks(_breaking, 2, limit, layers)
 
 
+@pytest.mark.drawn
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.parametrize("pattern", ["exact", PATTERN])
 def test_by_inductor(pattern):
@@ -197,7 +201,7 @@ def test_checkpointed_layers(kept, monkeypatch):
 
 def _disagreeing(rank):
     """The errors of calls in a graph that ranks make differently; equal calls follow each."""
-    model = ra.patch_model(tiny_llama(PATTERN).double(), ring=ra.Ring())
+    model = ra.patch_model(tiny_llama(PATTERN, num_hidden_layers=1).double(), ring=ra.Ring())
     model(**batch(32, "plain"), labels=batch(32, "plain")["input_ids"])  # An eager step changes nothing.
     call, _ = compiled(model)
     rows = batch(32, "plain")
@@ -217,7 +221,7 @@ def _disagreeing(rank):
     errors.append(error_of(lambda: call(**rows, labels=rows["input_ids"])))
     with torch.no_grad():
         model.lm_head.weight[-1, -1] -= rank
-    alone = ra.patch_model(tiny_llama(PATTERN).double())
+    alone = ra.patch_model(tiny_llama(PATTERN, num_hidden_layers=1).double())
     same(averaged(step(call, model, rows)), step(alone, alone, rows))
     return errors
 
@@ -241,6 +245,7 @@ def test_rows_without_a_plain_mask():
             assert distance(call(**rows, **more).logits, model(**rows, **more).logits) <= EXACT, [*more]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("model_type", ["gpt_oss", "afmoe"])
 def test_gaps_in_models_whose_masks_know_no_positions(model_type):
     """They begin no document there, as without a graph."""
