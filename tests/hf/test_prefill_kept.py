@@ -24,7 +24,7 @@ PATTERNS = {
     "layers and heads": [("kv0=window:8;kv1=pyramid:4,3,2", None), ("window:12+1", [1])],
     "exact heads": [("kv0=exact;kv1=window:16", None)],
 }
-FORCED = {"min_new_tokens": 50, "max_new_tokens": 50, "return_dict_in_generate": True, "output_logits": True}
+FORCED = {"min_new_tokens": 24, "max_new_tokens": 24, "return_dict_in_generate": True, "output_logits": True}
 
 
 def ids_of(length, batch=2, seed=1):
