@@ -15,7 +15,7 @@ from hf_ring_attention.compute.private import checkpoint_activations
 from hf_ring_attention.hf import graph
 from hf_ring_attention.hf.join import NotFormed
 from hf_ring_attention.hf.wrappers import attachment_of
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankPool
 from tests.support.releases import skip_without
 from tests.support.tiny_models import tiny_model
 from tests.support.tolerance import EXACT, distance, gradients_distance
@@ -58,6 +58,18 @@ def step(call, model, rows, with_labels=True):
     return loss.item(), {name: x.grad.clone() for name, x in model.named_parameters()}
 
 
+def llama(ring=None, layers=1, pattern=PATTERN):
+    """Most graphs show on one layer what they show on two, in half of the time."""
+    return ra.patch_model(tiny_llama(pattern, num_hidden_layers=layers).double(), ring=ring)
+
+
+@pytest.fixture(scope="module")
+def compilers():
+    """Processes that stay, since the first graph of a process takes seconds more; each function resets them."""
+    with RankPool() as pool:
+        yield pool
+
+
 def compiled(model, **options):
     """The model in one graph, and the counter of its compilations."""
     torch._dynamo.reset()
@@ -83,17 +95,19 @@ def in_windows():
     sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "sliding_window": 6}
     torch.manual_seed(0)
-    return MistralForCausalLM(MistralConfig(**sizes, **heads, attn_implementation="ring_dilated"))
+    return ra.patch_model(
+        MistralForCausalLM(MistralConfig(**sizes, **heads, attn_implementation="ring_dilated")).double()
+    )
 
 
 @pytest.mark.parametrize(
     ("make", "kinds"),
-    [(lambda: tiny_llama(PATTERN), ("plain", "padded", "packed")), (in_windows, ("padded", "packed"))],
+    [(lambda: llama(layers=2), ("plain", "padded", "packed")), (in_windows, ("padded", "packed"))],
     ids=["llama", "mistral"],
 )
 def test_one_device(make, kinds):
     """Any length, padding and packing, in one compilation for each kind of arguments."""
-    model = ra.patch_model(make().double())
+    model = make()
     call, counter = compiled(model, dynamic=True)
     counts = []
     for length in LENGTHS:
@@ -112,9 +126,8 @@ def _on_a_ring(rank):
         ("collective", "contiguous", LENGTHS[3:], "padded", True, 1),
     ]
     for transport, layout, lengths, kind, with_labels, layers in cases:
-        alone, model = (tiny_llama(PATTERN, num_hidden_layers=layers).double() for _ in "ab")
-        ra.patch_model(alone), ra.patch_model(model, ring=ra.Ring(transport=transport, layout=layout))
-        call, counter = compiled(model, dynamic=True)
+        alone, model = llama(None, layers), llama(ra.Ring(transport=transport, layout=layout), layers)
+        call, counter = compiled(model, dynamic=len(lengths) > 1)
         counts = []
         for length in lengths:
             rows = batch(length, kind)
@@ -127,14 +140,13 @@ def _on_a_ring(rank):
         assert distance(hidden, alone.model(**rows).last_hidden_state) <= EXACT
 
 
-def test_over_a_ring():
-    run_ranks(_on_a_ring, 2)
+def test_over_a_ring(compilers):
+    compilers.run(_on_a_ring, 2)
 
 
 def _breaking(rank, limit, layers):
     """Calls that graphs hold and others in turn, with and without compilations left, against one process."""
-    alone, model = (tiny_llama(PATTERN, num_hidden_layers=layers).double() for _ in "ab")
-    ra.patch_model(alone), ra.patch_model(model, ring=ra.Ring())
+    alone, model = llama(None, layers), llama(ra.Ring(), layers)
     ids = batch(37, "plain")["input_ids"]
     calls = [
         {"labels": ids, "shift_labels": torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)},
@@ -162,8 +174,8 @@ def _breaking(rank, limit, layers):
 
 
 @pytest.mark.parametrize(("limit", "layers"), [(1, 2), (8, 1)])
-def test_graphs_that_break_over_a_ring(limit, layers):
-    run_ranks(_breaking, 2, limit, layers)
+def test_graphs_that_break_over_a_ring(limit, layers, compilers):
+    compilers.run(_breaking, 2, limit, layers)
 
 
 @pytest.mark.drawn
@@ -172,7 +184,7 @@ def test_graphs_that_break_over_a_ring(limit, layers):
 def test_by_inductor(pattern):
     """Compiled code in float32, against float64; the error of the model without torch.compile bounds it."""
     rows = batch(48, "padded" if pattern == PATTERN else "plain")
-    exact, model = ra.patch_model(tiny_llama(pattern).double()), ra.patch_model(tiny_llama(pattern))
+    exact, model = llama(pattern=pattern), ra.patch_model(tiny_llama(pattern, num_hidden_layers=1))
     torch._dynamo.reset()
     call = torch.compile(model, fullgraph=True)
     _, expected = step(exact, exact, rows)
@@ -186,7 +198,7 @@ def test_checkpointed_layers(kept, monkeypatch):
     """A graph keeps attention too, and computes it once."""
     from hf_ring_attention.ring import engine
 
-    model, passes = ra.patch_model(tiny_llama(PATTERN).double().train()), []
+    model, passes = llama(layers=2).train(), []
     forward_pass = engine.forward_pass
     monkeypatch.setattr(engine, "forward_pass", lambda *args: passes.append(1) or forward_pass(*args))
     expected = step(model, model, batch(40, "plain"))
@@ -201,7 +213,7 @@ def test_checkpointed_layers(kept, monkeypatch):
 
 def _disagreeing(rank):
     """The errors of calls in a graph that ranks make differently; equal calls follow each."""
-    model = ra.patch_model(tiny_llama(PATTERN, num_hidden_layers=1).double(), ring=ra.Ring())
+    model = llama(ra.Ring())
     model(**batch(32, "plain"), labels=batch(32, "plain")["input_ids"])  # An eager step changes nothing.
     call, _ = compiled(model)
     rows = batch(32, "plain")
@@ -221,13 +233,13 @@ def _disagreeing(rank):
     errors.append(error_of(lambda: call(**rows, labels=rows["input_ids"])))
     with torch.no_grad():
         model.lm_head.weight[-1, -1] -= rank
-    alone = ra.patch_model(tiny_llama(PATTERN, num_hidden_layers=1).double())
+    alone = llama()
     same(averaged(step(call, model, rows)), step(alone, alone, rows))
     return errors
 
 
-def test_ranks_that_disagree_in_a_graph():
-    for labels, order, weights in run_ranks(_disagreeing, 2):
+def test_ranks_that_disagree_in_a_graph(compilers):
+    for labels, order, weights in compilers.run(_disagreeing, 2):
         assert "the ranks of the ring disagree on labels" in labels
         assert "disagree on the call: rank 0: the backward pass of call" in order
         assert "the ranks of the ring disagree on the model's weights" in weights
@@ -235,7 +247,7 @@ def test_ranks_that_disagree_in_a_graph():
 
 def test_rows_without_a_plain_mask():
     """Positions with a gap and no mask, and masks of other numbers than 1, mean the same as without a graph."""
-    model, rows = ra.patch_model(tiny_llama(PATTERN).double()), batch(32, "plain")
+    model, rows = llama(), batch(32, "plain")
     call, _ = compiled(model)
     numbered = torch.ones(2, 32, dtype=torch.int64)
     numbered[:, 16:] = 2
@@ -263,7 +275,7 @@ def test_gaps_in_models_whose_masks_know_no_positions(model_type):
 @pytest.mark.parametrize("hidden", [False, True])
 def test_positions_that_skip_where_code_hides_what_masks_know(hidden, monkeypatch):
     monkeypatch.setattr(graph, "masks_follow_positions", lambda forward: None if hidden else True)
-    call, _ = compiled(ra.patch_model(tiny_llama(PATTERN).double()))
+    call, _ = compiled(llama())
     positions = torch.arange(32).remainder(16).expand(2, -1)
     call(**batch(32, "plain"), position_ids=positions)
     with pytest.raises(ValueError, match="pass an attention_mask of ones") if hidden else nullcontext():
@@ -272,12 +284,12 @@ def test_positions_that_skip_where_code_hides_what_masks_know(hidden, monkeypatc
 
 def test_a_window_in_the_mask_alone_breaks_the_graph():
     model = ra.patch_model(tiny_model("phimoe", "ring_dilated", sliding_window=6))
-    assert not attachment_of(model).in_graphs and attachment_of(ra.patch_model(in_windows())).in_graphs
+    assert not attachment_of(model).in_graphs and attachment_of(in_windows()).in_graphs
 
 
 def test_a_backward_pass_keeps_its_pattern():
     """A new pattern, and forward passes of other models, may come before it."""
-    model, other = (ra.patch_model(tiny_llama(PATTERN).double()) for _ in "ab")
+    model, other = (llama() for _ in "ab")
     rows, (call, _) = batch(40, "plain"), compiled(model)
     _, expected = step(model, model, rows)
     model.zero_grad()
@@ -291,7 +303,7 @@ def test_a_backward_pass_keeps_its_pattern():
 
 def test_backward_passes_that_wait():
     """Several forward passes, more than keep their plans, and their backward passes in another order."""
-    model = ra.patch_model(tiny_llama(PATTERN).double())
+    model = llama()
     call, _ = compiled(model, dynamic=True)
     batches = [batch(length, "packed") for length in (*LENGTHS, 47, 36)]
     expected = {}
@@ -307,7 +319,7 @@ def test_backward_passes_that_wait():
 
 def test_a_graph_follows_the_pattern():
     """A new pattern, or `exact_attention`, is obeyed by a model that was compiled before."""
-    model = ra.patch_model(tiny_llama(PATTERN).double())
+    model = llama()
     call, _ = compiled(model)
     rows = batch(40, "plain")
     with torch.no_grad():
@@ -340,7 +352,7 @@ def continued(call):
 
 def test_what_a_graph_cannot_hold_breaks_it():
     """The result is right all the same; with fullgraph=True the reason is named. A copy is patched again first."""
-    model = ra.patch_model(tiny_llama(PATTERN).double().eval())
+    model = llama().eval()
     copied, rows = copy.deepcopy(model), batch(32, "plain")
     for broken, call in ((model, continued), (copied, lambda model: model(**rows).logits)):
         torch._dynamo.reset()
@@ -354,7 +366,7 @@ def test_what_a_graph_cannot_hold_breaks_it():
 
 @pytest.mark.parametrize("compiled_before", [False, True])
 def test_a_call_that_ctrl_c_ended_keeps_no_graph_from_beginning(compiled_before):
-    model, rows = ra.patch_model(tiny_llama(PATTERN).double()), batch(32, "plain")
+    model, rows = llama(layers=2), batch(32, "plain")
     call, counter = compiled(model)
     expected = model(**rows).logits
     if compiled_before:
@@ -389,7 +401,7 @@ class Rolled(LlamaForCausalLM):
 
 def _with_own_forward(rank):
     def make(ring=None):
-        model = tiny_llama(PATTERN).double()
+        model = tiny_llama(PATTERN, num_hidden_layers=1).double()
         model.__class__ = Rolled
         return ra.patch_model(model, ring=ring)
 
@@ -398,6 +410,6 @@ def _with_own_forward(rank):
     same(averaged(step(call, model, rows)), step(alone, alone, rows))
 
 
-def test_a_forward_of_the_users_own_over_a_ring():
+def test_a_forward_of_the_users_own_over_a_ring(compilers):
     """It gets the hidden states of whole rows, and its labels as they are."""
-    run_ranks(_with_own_forward, 2)
+    compilers.run(_with_own_forward, 2)
