@@ -102,7 +102,7 @@ def in_windows():
 
 @pytest.mark.parametrize(
     ("make", "kinds"),
-    [(lambda: llama(layers=2), ("plain", "padded", "packed")), (in_windows, ("padded", "packed"))],
+    [(llama, ("plain", "padded", "packed")), (in_windows, ("padded", "packed"))],
     ids=["llama", "mistral"],
 )
 def test_one_device(make, kinds):
