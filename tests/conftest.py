@@ -132,11 +132,7 @@ def places(tmp_path, monkeypatch):
     (tmp_path / "calibration.json").write_text("{}")
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    return {
-        "file": tmp_path / "file",
-        "calibration": tmp_path / "calibration.json",
-        "empty": tmp_path / "empty",
-    }
+    return {"file": tmp_path / "file", "calibration": tmp_path / "calibration.json", "empty": tmp_path / "empty"}
 
 
 @pytest.fixture(scope="session")

@@ -108,8 +108,7 @@ RATES = {True: [0, 1, 1, 3 / 4], False: [5 / 6, 4 / 6, 3 / 6, 2 / 6]}
 def test_schedules_have_the_steps_of_rings():
     """Two rings of two take half of all steps each, as two processes do."""
     for by_schedule in run_ranks(both_rates, 4):
-        for by_deepspeed, found in by_schedule.items():
-            assert found == pytest.approx(RATES[by_deepspeed]), by_deepspeed
+        assert by_schedule == {by_deepspeed: pytest.approx(expected) for by_deepspeed, expected in RATES.items()}
 
 
 def sliced(rank):
