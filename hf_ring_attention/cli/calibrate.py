@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..evaluation.whole_files import write_whole
 from .options import Parser, Refusal, above_zero, at_least, checked, new_folder, text_file, token_count
-from .output import layer_numbers, print_table, short_count, stdout_left_alone, wrote_json
+from .output import layer_numbers, print_table, short_count, stdout_left_alone, tell_loading, wrote_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,6 +65,7 @@ def calibrate_command(args: Namespace) -> None:
       torchrun --nproc-per-node 8 -m hf_ring_attention calibrate \\
           --model ./folder --text book.txt --tokens 128k --output calibrated
     """
+    tell_loading(args.model)
     from ..cost.models import load_config
     from ..evaluation.calibration.calibrate import calibrate
     from ..hf.config import patch_config

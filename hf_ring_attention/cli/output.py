@@ -115,6 +115,12 @@ def short_count(tokens: int) -> str:
     return str(tokens)
 
 
+def tell_loading(model: str) -> None:
+    """Tells who waits at a terminal that a model is being loaded, which takes seconds before anything is shown."""
+    if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
+        print(f"loading {model}", file=sys.stderr, flush=True)
+
+
 def short_number(number: float, digits: int = 3) -> str:
     """Returns a number with so many digits, and with all digits before the point."""
     return f"{number:,.0f}" if abs(number) >= 10 ** (digits - 1) else f"{number:.{digits}g}"

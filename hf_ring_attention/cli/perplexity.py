@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .options import Parser, Refusal, checked, comma_list, pattern_or_file, text_file, token_count
-from .output import print_table, short_count, stdout_left_alone, wrote_json
+from .output import print_table, short_count, stdout_left_alone, tell_loading, wrote_json
 
 #: In place of a pattern's text: the pattern in the model's config.
 OWN = "own"
@@ -49,21 +49,22 @@ def perplexity_command(args: Namespace) -> None:
       torchrun --nproc-per-node 8 -m hf_ring_attention perplexity \\
           --model ./folder --text book.txt --tokens 32k,128k
     """
-    from ..cost.models import load_config
-    from ..evaluation.texts import tokenized_text
-    from .loading import check_positions, load_model, load_tokenizer, ring_of_processes  # It loads torch.
-
     words = [*filter(None, [args.model]), *args.words]
     if not words or len(words) + len(args.text or ()) < 2:
         raise Refusal("a model and a text are needed: --model ID_OR_FOLDER --text FILE")
     args.model, *names = words
     files = [*(args.text or ()), *(checked("--text", text_file, name) for name in names)]
     trust, lengths = args.trust_remote_code, list(dict.fromkeys(args.tokens or [args.text_tokens or USUAL_TOKENS]))
-    config = checked("--model", load_config, args.model, trust=trust)
     if args.stride is not None and not (args.tokens and args.stride <= min(lengths)):
         raise Refusal(f"it needs --tokens, and may be at most the shortest of them, got {args.stride}", "--stride")
     if args.plot is not None and len(lengths) == 1:
         raise Refusal("it needs two or more lengths of --tokens", "--plot")
+    tell_loading(args.model)
+    from ..cost.models import load_config
+    from ..evaluation.texts import tokenized_text
+    from .loading import check_positions, load_model, load_tokenizer, ring_of_processes  # It loads torch.
+
+    config = checked("--model", load_config, args.model, trust=trust)
     with stdout_left_alone(args.json):
         ring, device = ring_of_processes()
         tokenizer = checked("--model", load_tokenizer, args.model, trust)

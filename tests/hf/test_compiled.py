@@ -15,7 +15,7 @@ from hf_ring_attention.compute.private import checkpoint_activations
 from hf_ring_attention.hf import graph
 from hf_ring_attention.hf.join import NotFormed
 from hf_ring_attention.hf.wrappers import attachment_of
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankPool
 from tests.support.releases import skip_without
 from tests.support.tiny_models import tiny_model
 from tests.support.tolerance import EXACT, distance, gradients_distance
@@ -58,6 +58,18 @@ def step(call, model, rows, with_labels=True):
     return loss.item(), {name: x.grad.clone() for name, x in model.named_parameters()}
 
 
+def llama(ring=None, layers=1, pattern=PATTERN):
+    """Most graphs show on one layer what they show on two, in half of the time."""
+    return ra.patch_model(tiny_llama(pattern, num_hidden_layers=layers).double(), ring=ring)
+
+
+@pytest.fixture(scope="module")
+def compilers():
+    """Processes that stay, since the first graph of a process takes seconds more; each function resets them."""
+    with RankPool() as pool:
+        yield pool
+
+
 def compiled(model, **options):
     """The model in one graph, and the counter of its compilations."""
     torch._dynamo.reset()
@@ -80,20 +92,20 @@ def averaged(results):
 
 def in_windows():
     """A model with sliding windows, and fewer heads of keys than of queries."""
-    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "sliding_window": 6}
     torch.manual_seed(0)
-    return MistralForCausalLM(MistralConfig(**sizes, **heads, attn_implementation="ring_dilated"))
+    return ra.patch_model(MistralForCausalLM(MistralConfig(**sizes, **heads)).double())
 
 
-@pytest.mark.parametrize("make", [lambda: tiny_llama(PATTERN), in_windows], ids=["llama", "mistral"])
+@pytest.mark.parametrize("make", [llama, in_windows])
 def test_one_device(make):
     """Any length, padding and packing, in one compilation for each kind of arguments."""
-    model = ra.patch_model(make().double())
+    model = make()
     call, counter = compiled(model, dynamic=True)
     counts = []
     for length in LENGTHS:
-        for kind in ("plain", "padded", "packed"):
+        for kind in ("padded", "packed", "plain")[: 2 if make is in_windows else 3]:
             rows = batch(length, kind)
             same(step(call, model, rows), step(model, model, rows))
         counts.append(counter.frame_count)
@@ -102,20 +114,18 @@ def test_one_device(make):
 
 def _on_a_ring(rank):
     """The same over a ring, against one process; gradients are averaged as DDP averages them."""
-    alone = ra.patch_model(tiny_llama(PATTERN).double())
-    cases = [  # transport, layout, lengths, kinds of rows, whether labels are given
-        ("ring", "auto", LENGTHS, ("padded", "packed"), True),
-        ("auto", "zigzag", LENGTHS[:1], ("packed",), False),
-        ("collective", "contiguous", LENGTHS[3:], ("padded",), True),
+    cases = [  # transport, layout, lengths, kind of rows, whether labels are given, layers
+        ("ring", "auto", LENGTHS, "packed", True, 2),
+        ("auto", "zigzag", LENGTHS[:1], "packed", False, 1),
+        ("collective", "contiguous", LENGTHS[3:], "padded", True, 1),
     ]
-    for transport, layout, lengths, kinds, with_labels in cases:
-        model = ra.patch_model(tiny_llama(PATTERN).double(), ring=ra.Ring(transport=transport, layout=layout))
-        call, counter = compiled(model, dynamic=True)
+    for transport, layout, lengths, kind, with_labels, layers in cases:
+        alone, model = llama(None, layers), llama(ra.Ring(transport=transport, layout=layout), layers)
+        call, counter = compiled(model, dynamic=len(lengths) > 1)
         counts = []
         for length in lengths:
-            for kind in kinds:
-                rows = batch(length, kind)
-                same(averaged(step(call, model, rows, with_labels)), step(alone, alone, rows, with_labels))
+            rows = batch(length, kind)
+            same(averaged(step(call, model, rows, with_labels)), step(alone, alone, rows, with_labels))
             counts.append(counter.frame_count)
         assert counts[0] == counts[-1], "every length was compiled anew"
     with torch.no_grad():
@@ -124,14 +134,13 @@ def _on_a_ring(rank):
         assert distance(hidden, alone.model(**rows).last_hidden_state) <= EXACT
 
 
-def test_over_a_ring():
-    run_ranks(_on_a_ring, 2)
+def test_over_a_ring(compilers):
+    compilers.run(_on_a_ring, 2)
 
 
-def _breaking(rank, limit):
+def _breaking(rank, limit, layers):
     """Calls that graphs hold and others in turn, with and without compilations left, against one process."""
-    alone = ra.patch_model(tiny_llama(PATTERN).double())
-    model = ra.patch_model(tiny_llama(PATTERN).double(), ring=ra.Ring())
+    alone, model = llama(None, layers), llama(ra.Ring(), layers)
     ids = batch(37, "plain")["input_ids"]
     calls = [
         {"labels": ids, "shift_labels": torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)},
@@ -158,17 +167,18 @@ def _breaking(rank, limit):
                 assert distance(mine, whole) <= EXACT
 
 
-@pytest.mark.parametrize("limit", [1, 8])
-def test_graphs_that_break_over_a_ring(limit):
-    run_ranks(_breaking, 2, limit)
+@pytest.mark.parametrize(("limit", "layers"), [(1, 2), (8, 1)])
+def test_graphs_that_break_over_a_ring(limit, layers, compilers):
+    compilers.run(_breaking, 2, limit, layers)
 
 
+@pytest.mark.drawn
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.parametrize("pattern", ["exact", PATTERN])
 def test_by_inductor(pattern):
     """Compiled code in float32, against float64; the error of the model without torch.compile bounds it."""
     rows = batch(48, "padded" if pattern == PATTERN else "plain")
-    exact, model = ra.patch_model(tiny_llama(pattern).double()), ra.patch_model(tiny_llama(pattern))
+    exact, model = llama(pattern=pattern), ra.patch_model(tiny_llama(pattern, num_hidden_layers=1))
     torch._dynamo.reset()
     call = torch.compile(model, fullgraph=True)
     _, expected = step(exact, exact, rows)
@@ -182,7 +192,7 @@ def test_checkpointed_layers(kept, monkeypatch):
     """A graph keeps attention too, and computes it once."""
     from hf_ring_attention.ring import engine
 
-    model, passes = ra.patch_model(tiny_llama(PATTERN).double().train()), []
+    model, passes = llama(layers=2).train(), []
     forward_pass = engine.forward_pass
     monkeypatch.setattr(engine, "forward_pass", lambda *args: passes.append(1) or forward_pass(*args))
     expected = step(model, model, batch(40, "plain"))
@@ -197,7 +207,7 @@ def test_checkpointed_layers(kept, monkeypatch):
 
 def _disagreeing(rank):
     """The errors of calls in a graph that ranks make differently; equal calls follow each."""
-    model = ra.patch_model(tiny_llama(PATTERN).double(), ring=ra.Ring())
+    model = llama(ra.Ring())
     model(**batch(32, "plain"), labels=batch(32, "plain")["input_ids"])  # An eager step changes nothing.
     call, _ = compiled(model)
     rows = batch(32, "plain")
@@ -217,13 +227,13 @@ def _disagreeing(rank):
     errors.append(error_of(lambda: call(**rows, labels=rows["input_ids"])))
     with torch.no_grad():
         model.lm_head.weight[-1, -1] -= rank
-    alone = ra.patch_model(tiny_llama(PATTERN).double())
+    alone = llama()
     same(averaged(step(call, model, rows)), step(alone, alone, rows))
     return errors
 
 
-def test_ranks_that_disagree_in_a_graph():
-    for labels, order, weights in run_ranks(_disagreeing, 2):
+def test_ranks_that_disagree_in_a_graph(compilers):
+    for labels, order, weights in compilers.run(_disagreeing, 2):
         assert "the ranks of the ring disagree on labels" in labels
         assert "disagree on the call: rank 0: the backward pass of call" in order
         assert "the ranks of the ring disagree on the model's weights" in weights
@@ -231,7 +241,7 @@ def test_ranks_that_disagree_in_a_graph():
 
 def test_rows_without_a_plain_mask():
     """Positions with a gap and no mask, and masks of other numbers than 1, mean the same as without a graph."""
-    model, rows = ra.patch_model(tiny_llama(PATTERN).double()), batch(32, "plain")
+    model, rows = llama(), batch(32, "plain")
     call, _ = compiled(model)
     numbered = torch.ones(2, 32, dtype=torch.int64)
     numbered[:, 16:] = 2
@@ -241,6 +251,7 @@ def test_rows_without_a_plain_mask():
             assert distance(call(**rows, **more).logits, model(**rows, **more).logits) <= EXACT, [*more]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("model_type", ["gpt_oss", "afmoe"])
 def test_gaps_in_models_whose_masks_know_no_positions(model_type):
     """They begin no document there, as without a graph."""
@@ -258,7 +269,7 @@ def test_gaps_in_models_whose_masks_know_no_positions(model_type):
 @pytest.mark.parametrize("hidden", [False, True])
 def test_positions_that_skip_where_code_hides_what_masks_know(hidden, monkeypatch):
     monkeypatch.setattr(graph, "masks_follow_positions", lambda forward: None if hidden else True)
-    call, _ = compiled(ra.patch_model(tiny_llama(PATTERN).double()))
+    call, _ = compiled(llama())
     positions = torch.arange(32).remainder(16).expand(2, -1)
     call(**batch(32, "plain"), position_ids=positions)
     with pytest.raises(ValueError, match="pass an attention_mask of ones") if hidden else nullcontext():
@@ -267,12 +278,12 @@ def test_positions_that_skip_where_code_hides_what_masks_know(hidden, monkeypatc
 
 def test_a_window_in_the_mask_alone_breaks_the_graph():
     model = ra.patch_model(tiny_model("phimoe", "ring_dilated", sliding_window=6))
-    assert not attachment_of(model).in_graphs and attachment_of(ra.patch_model(in_windows())).in_graphs
+    assert not attachment_of(model).in_graphs and attachment_of(in_windows()).in_graphs
 
 
 def test_a_backward_pass_keeps_its_pattern():
     """A new pattern, and forward passes of other models, may come before it."""
-    model, other = (ra.patch_model(tiny_llama(PATTERN).double()) for _ in "ab")
+    model, other = (llama() for _ in "ab")
     rows, (call, _) = batch(40, "plain"), compiled(model)
     _, expected = step(model, model, rows)
     model.zero_grad()
@@ -286,7 +297,7 @@ def test_a_backward_pass_keeps_its_pattern():
 
 def test_backward_passes_that_wait():
     """Several forward passes, more than keep their plans, and their backward passes in another order."""
-    model = ra.patch_model(tiny_llama(PATTERN).double())
+    model = llama()
     call, _ = compiled(model, dynamic=True)
     batches = [batch(length, "packed") for length in (*LENGTHS, 47, 36)]
     expected = {}
@@ -302,7 +313,7 @@ def test_backward_passes_that_wait():
 
 def test_a_graph_follows_the_pattern():
     """A new pattern, or `exact_attention`, is obeyed by a model that was compiled before."""
-    model = ra.patch_model(tiny_llama(PATTERN).double())
+    model = llama()
     call, _ = compiled(model)
     rows = batch(40, "plain")
     with torch.no_grad():
@@ -335,7 +346,7 @@ def continued(call):
 
 def test_what_a_graph_cannot_hold_breaks_it():
     """The result is right all the same; with fullgraph=True the reason is named. A copy is patched again first."""
-    model = ra.patch_model(tiny_llama(PATTERN).double().eval())
+    model = llama().eval()
     copied, rows = copy.deepcopy(model), batch(32, "plain")
     for broken, call in ((model, continued), (copied, lambda model: model(**rows).logits)):
         torch._dynamo.reset()
@@ -349,7 +360,7 @@ def test_what_a_graph_cannot_hold_breaks_it():
 
 @pytest.mark.parametrize("compiled_before", [False, True])
 def test_a_call_that_ctrl_c_ended_keeps_no_graph_from_beginning(compiled_before):
-    model, rows = ra.patch_model(tiny_llama(PATTERN).double()), batch(32, "plain")
+    model, rows = llama(layers=2), batch(32, "plain")
     call, counter = compiled(model)
     expected = model(**rows).logits
     if compiled_before:
@@ -384,7 +395,7 @@ class Rolled(LlamaForCausalLM):
 
 def _with_own_forward(rank):
     def make(ring=None):
-        model = tiny_llama(PATTERN).double()
+        model = tiny_llama(PATTERN, num_hidden_layers=1).double()
         model.__class__ = Rolled
         return ra.patch_model(model, ring=ring)
 
@@ -393,6 +404,6 @@ def _with_own_forward(rank):
     same(averaged(step(call, model, rows)), step(alone, alone, rows))
 
 
-def test_a_forward_of_the_users_own_over_a_ring():
+def test_a_forward_of_the_users_own_over_a_ring(compilers):
     """It gets the hidden states of whole rows, and its labels as they are."""
-    run_ranks(_with_own_forward, 2)
+    compilers.run(_with_own_forward, 2)

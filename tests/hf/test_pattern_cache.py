@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import logging
 
 import pytest
@@ -60,7 +61,8 @@ def test_a_wrong_row_is_noticed(monkeypatch):
         plain = case.patterns and not case.padding and all(isinstance(step, int) for step in case.steps)
         return case.model_type == "llama" and case.dtype == torch.float64 and len(case.steps) > 3 and plain
 
-    case = next(x for x in map(draw_cache_case, range(10**4)) if suits(x) and run_cache_case(x) == "equal")
+    numbers = itertools.count(7100)  # Most of the numbers below have other cases.
+    case = next(x for x in map(draw_cache_case, numbers) if suits(x) and run_cache_case(x) == "equal")
 
     def fewer(*arguments):
         return [kept._replace(first=kept.first + 1) for kept in kept_keys(*arguments)]

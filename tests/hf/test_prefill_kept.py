@@ -24,7 +24,7 @@ PATTERNS = {
     "layers and heads": [("kv0=window:8;kv1=pyramid:4,3,2", None), ("window:12+1", [1])],
     "exact heads": [("kv0=exact;kv1=window:16", None)],
 }
-FORCED = {"min_new_tokens": 50, "max_new_tokens": 50, "return_dict_in_generate": True, "output_logits": True}
+FORCED = {"min_new_tokens": 24, "max_new_tokens": 24, "return_dict_in_generate": True, "output_logits": True}
 
 
 def ids_of(length, batch=2, seed=1):
@@ -176,10 +176,8 @@ def test_memory_is_flat_over_many_tokens():
         return cache.num_rows, sizes
 
     (first, sizes), (last, more) = on_models(work, [("window:8+2", None)], 2)
-    assert (first, last) == (
-        2,
-        2 * 8 - 1,
-    )  # the sinks; a window of the document, without the next token, and the last window
+    # The sinks; a window of the document, without the next token, and the last window.
+    assert (first, last) == (2, 2 * 8 - 1)
     assert len({*sizes}) == 1 and len({*more[20:]}) == 1
 
 
@@ -234,12 +232,7 @@ def test_what_is_refused_on_every_rank():
             ra.prefill(model, ids, cache_implementation=[None, "dynamic"][ring.rank])
         for name, rows, hidden, said in (
             ("tokens", ids[:, DOCUMENT:] + ring.rank, None, "disagree on input_ids"),
-            (
-                "rows",
-                ids[: 1 + ring.rank, DOCUMENT:],
-                None,
-                "holds 2 batch rows, and 1 came|refused the call: .* and 1 came",
-            ),
+            ("rows", ids[: 1 + ring.rank, DOCUMENT:], None, "(holds 2 batch rows,|refused the call: .*) and 1 came"),
             ("padding", ids[:, DOCUMENT:], DOCUMENT - 1, "hides other tokens than before"),
             ("padding inside", ids[:, DOCUMENT:], DOCUMENT + 1, "padding inside a document"),
         ):

@@ -1,9 +1,11 @@
 """The benchmarks measure at tiny sizes what their tables claim: positive numbers, and ratios that fit their seconds."""
 
 import importlib
+import json
 import math
 import re
 
+import draw
 import pytest
 import speed
 import torch
@@ -48,6 +50,18 @@ def test_speed(tables):
         assert faster == pytest.approx(ones[0] / both, rel=0.03)
         assert flops == pytest.approx(1 / ra.Pattern.parse(name).flop_share(256, num_heads=2), rel=0.01)
         assert of_floor == pytest.approx(faster / flops, rel=0.02)
+
+
+def test_lengths_are_written_as_those_of_a_gpu(tables, tmp_path):
+    words = ["--tokens", "128,256", *ONCE, "--pattern", "exact", "window:64+4", "--json", str(tmp_path / "cpu.json")]
+    assert [len(rows) for rows in tables("lengths", *words)[:2]] == [3, 3]
+    found = json.loads((tmp_path / "cpu.json").read_text())
+    for figure in ("both ms", "peak GiB"):
+        lines = draw.lines_of(found["speed"], figure)
+        assert {*lines} == {"sdpa", "exact"}
+        assert all([tokens for tokens, _ in line] == [128, 256] for line in lines.values())
+    assert [row["name"] for row in found["speed"]] == ["sdpa", "exact", "window:64+4"] * 2
+    assert all(row["both ms"] > 0 and row["peak GiB"] >= 0 for row in found["speed"])
 
 
 def test_ideal(tables):

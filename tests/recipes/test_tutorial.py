@@ -163,15 +163,8 @@ def folder(tmp_path_factory):
 def perplexities(folder, name, *patterns):
     program = folder / "command_line.py"
     program.write_text(COMMAND_LINE)
-    words = [
-        "perplexity",
-        name,
-        "text.txt",
-        "--tokens",
-        200,
-        "--json",
-        *(x for p in patterns for x in ("--pattern", p)),
-    ]
+    words = ["perplexity", name, "text.txt", "--tokens", 200, "--json"]
+    words += [word for pattern in patterns for word in ("--pattern", pattern)]
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
     done = run_program(program, *words, environment=environment, timeout=TIMEOUT, folder=folder)
     assert done.returncode == 0, done.stderr[-3000:]

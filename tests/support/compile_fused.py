@@ -39,17 +39,10 @@ def compiled(target, name, setting, width, value_width, resume=False, dtype=torc
     """A kernel with a setting, for tensors of bfloat16 whose rows begin at multiples of 16 numbers."""
     gpu, _ = TARGETS[target]
     half = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
-    constants = {
-        "HEADS": heads,
-        "BLOCK_M": setting.rows,
-        "BLOCK_N": setting.keys,
-        "D": width,
-        "BLOCK_D": padded_width(width),
-        "DV": value_width,
-        "BLOCK_DV": padded_width(value_width),
-        "CAPPED": False,
-        "LOOPS": setting.loops,
-    } | ({"ADD": resume} if name == "dkdv" else {"RESUME": resume, "SMALL": setting.small})
+    constants = {"HEADS": heads, "CAPPED": False, "LOOPS": setting.loops}
+    constants |= {"BLOCK_M": setting.rows, "BLOCK_N": setting.keys}
+    constants |= {"D": width, "BLOCK_D": padded_width(width), "DV": value_width, "BLOCK_DV": padded_width(value_width)}
+    constants |= {"ADD": resume} if name == "dkdv" else {"RESUME": resume, "SMALL": setting.small}
     names, signature, attributes = KERNELS[name].arg_names, {}, {}
     results = {"forward": ["OUT"], "dq": ["DQ"], "dkdv": ["DK", "DV_"]}[name]
     for number, argument in enumerate(names):
@@ -63,12 +56,8 @@ def compiled(target, name, setting, width, value_width, resume=False, dtype=torc
             signature[argument] = pointer if argument.isupper() else "i32"
             if not KERNELS[name].params[number].do_not_specialize:
                 attributes[(number,)] = [["tt.divisibility", 16]]
-    source = ASTSource(
-        fn=KERNELS[name],
-        signature=signature,
-        constexprs={(names.index(key),): value for key, value in constants.items()},
-        attrs=attributes,
-    )
+    values = {(names.index(key),): value for key, value in constants.items()}
+    source = ASTSource(fn=KERNELS[name], signature=signature, constexprs=values, attrs=attributes)
     options = {"num_warps": setting.warps, "num_stages": setting.stages}
     return triton.compile(source, target=gpu, options=options)
 

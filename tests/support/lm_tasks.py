@@ -26,10 +26,7 @@ KINDS = {
         {**GENERATED, "generation_kwargs": {"until": ["~"], "max_gen_toks": 12, "do_sample": False}},
         [{"metric": "exact_match"}],
     ),
-    "ring_beams": (
-        {**GENERATED, "generation_kwargs": BEAMS},
-        [{"metric": "exact_match"}],
-    ),
+    "ring_beams": ({**GENERATED, "generation_kwargs": BEAMS}, [{"metric": "exact_match"}]),
 }
 WORDS = "the a ring of keys sees far and near tokens while queries wait for their rows to come home again".split()
 

@@ -70,6 +70,10 @@ PARAMETERS = ("total_num_steps", "warmup_num_steps", "warmup_min_lr", "warmup_ma
 SCHEDULE = {"type": "WarmupDecayLR", "params": dict.fromkeys(PARAMETERS, "auto")}
 
 
+def both_rates(rank):
+    return {by_deepspeed: rates(rank, by_deepspeed) for by_deepspeed in RATES}
+
+
 def rates(rank, by_deepspeed):
     """The learning rates of the first steps, by DeepSpeed's schedule or by one of torch."""
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
@@ -101,11 +105,10 @@ def rates(rank, by_deepspeed):
 RATES = {True: [0, 1, 1, 3 / 4], False: [5 / 6, 4 / 6, 3 / 6, 2 / 6]}
 
 
-@pytest.mark.parametrize("by_deepspeed", RATES)
-def test_schedules_have_the_steps_of_rings(by_deepspeed):
+def test_schedules_have_the_steps_of_rings():
     """Two rings of two take half of all steps each, as two processes do."""
-    for found in run_ranks(rates, 4, by_deepspeed):
-        assert found == pytest.approx(RATES[by_deepspeed])
+    for by_schedule in run_ranks(both_rates, 4):
+        assert by_schedule == {by_deepspeed: pytest.approx(expected) for by_deepspeed, expected in RATES.items()}
 
 
 def sliced(rank):
