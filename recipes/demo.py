@@ -128,7 +128,7 @@ class Demo:
             "One layer on a long row",
             f"Attention of {tokens} tokens, forward and backward. sdpa is torch's own exact attention. A window reads 512 "
             "tokens and 4 sinks, so it is far faster. In a ring of two, each process holds half of the row, and at times "
-            "some keys of the other.",
+            "some keys of the other half.",
         )
         words = ("layer.py", "--tokens", str(tokens), "--pattern", WINDOW)
         self.figures["layer"] = [*run(*words), *run(*words, processes=2)]
@@ -155,8 +155,8 @@ class Demo:
         self.part(
             3,
             "Perplexity under patterns",
-            "The same text with patterns that leave much of attention out. The model was not trained for them: the last line "
-            "has what each costs it. A row as short as this saves no time; part 1 shows a long one.",
+            "The same text with patterns that skip much of attention. The model was not trained for them: the last line "
+            "shows what each of them costs. A row as short as this saves no time; part 1 shows a long one.",
         )
         for row in perplexity.measure(model, ids, [WINDOW, PYRAMID, LONGNET]):
             print(perplexity.line(row), flush=True)
@@ -176,8 +176,8 @@ class Demo:
         self.part(
             4,
             "Pass keys",
-            f"A number is hidden in {length} tokens of noise. The model rates eight numbers; by chance the right one would "
-            "be first in 1 of 8. A window of 128 tokens forgets what lies before it.",
+            f"A number is hidden in {length} tokens of noise. The model rates eight numbers; by chance the right "
+            "number would come first once in eight times. A window of 128 tokens forgets what lies before it.",
         )
         words = [*self.model_words, "--tasks", "passkey", "--tokens", length, "--pattern", "exact", "window:128+4"]
         self.figures["pass_keys"] = run("retrieval.py", *words, "--plot", str(self.args.output / "retrieval.png"))[
@@ -190,7 +190,7 @@ class Demo:
             5,
             "Fine-tuning",
             f"{steps} steps over a ring of two, with exact attention and with a window of 64 tokens. Both learn the text. The "
-            "window starts worse, and the last lines show how much of that so few steps win back.",
+            "window starts worse; the last lines show how much of the gap these few steps close.",
         )
         trained: dict[str, Any] = {}
         self.figures["fine_tuning"] = trained
@@ -217,8 +217,8 @@ class Demo:
             6,
             "Calibration",
             f"Each head gets the cheapest pattern that it can bear, at {BUDGET:.0%} of exact attention's FLOPs for rows of "
-            f"{tokens} tokens. One row of text and no second passes: a real one reads more. The last lines are of other text, "
-            f"beside {RIVAL} in all heads.",
+            f"{tokens} tokens. This demo reads one row and makes no second pass; a real calibration reads more. The last lines "
+            f"measure other text, compared with {RIVAL} in all heads.",
         )
         words = [*self.model_words, "--text", str(output / "text.txt"), "--tokens", tokens]
         words += ["--budget", str(BUDGET), "--refinements", "0", "--output", str(output / "calibrated")]

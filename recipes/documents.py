@@ -249,9 +249,8 @@ def describe(rows: Dataset | IterableDataset, sources: Sources, needed: int = 1)
     if isinstance(rows, IterableDataset):
         found = sum(1 for _ in itertools.islice(rows, needed))
         if found < needed:
-            raise SystemExit(
-                f"the stream has {found} row(s) of {sources.tokens} tokens, and {needed} or more are needed"
-            )
+            rows_found = plural(found, "row")
+            raise SystemExit(f"the stream has {rows_found} of {sources.tokens} tokens, and {needed} or more are needed")
         return f"a stream of documents, packed into rows of {sources.tokens} by {sources.buffer}"
     tokens = pieces = 0
     for batch in rows.with_format("numpy", columns=["attention_mask", "position_ids"]).iter(batch_size=100):

@@ -130,10 +130,8 @@ def _print_cache(answer: Estimate, cache: dict[str, Any]) -> None:
         rows.append(("all", sum(row[1] for row in rows), short_bytes(cache["kept"]), short_bytes(cache["whole"])))
     notes = []
     if "most_tokens" in cache:
-        most = {
-            kind: "any number of" if count is None else f"{count:,}" for kind, count in cache["most_tokens"].items()
-        }
-        notes.append(f"beside the weights fit {most['kept']} tokens by pattern, {most['whole']} whole")
+        most = {kind: "any number" if count is None else f"{count:,}" for kind, count in cache["most_tokens"].items()}
+        notes.append(f"tokens that fit beside the weights: {most['kept']} by pattern, {most['whole']} whole")
     if answer.shape.attention.mixers is not None:
         notes.append("not counted: the states of mixers")
     title = f"Cache of generate on one device, {short_count(answer.setting.seq_len)} tokens, {answer.setting.dtype}"

@@ -117,7 +117,7 @@ def _print_times(args: Namespace, step: StepExplanation, times: list[Times]) -> 
                 cells += [short_number(1e3 * time.total), f"{time.hidden / time.moving:.0%}" if time.moving else ""]
             rows.append([call.pattern, name + " *" * (name == call.decision.choice), *cells])
     notes = [
-        "hidden: the share of the time of messages that passes while a rank computes",
+        "hidden: the share of message time during which the rank also computes",
         f"arithmetic from the plan, for devices of {args.tflops:g} TFLOP/s (--tflops) and these links (--gbps)",
     ]
     title = "Milliseconds of one layer, forward and backward, of the busiest rank"
@@ -152,10 +152,10 @@ def attention_of(args: Namespace) -> ModelAttention:
     if args.model is not None:
         return attention_of_config(args, args.pattern)
     if str(args.pattern).endswith(".json"):
-        raise Refusal("a calibration is of a model: name it with --model", "--pattern")
+        raise Refusal("a calibration belongs to a model: name that with --model", "--pattern")
     pattern = None if args.pattern is None else Pattern.parse(args.pattern)
     if args.heads is None or args.head_dim is None:
-        raise Refusal("needed are --heads and --head-dim (and --kv-heads, if they are fewer), or --model")
+        raise Refusal("give --heads and --head-dim (and --kv-heads, if they are fewer), or --model")
     heads, pattern = (args.heads, key_value_heads(args.heads, args.kv_heads)), pattern or Pattern.exact()
     return ModelAttention("", "", *heads, args.head_dim, args.head_dim, pattern, (pattern,), (0,))
 

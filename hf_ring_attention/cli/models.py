@@ -31,7 +31,9 @@ def models_command(args: Namespace) -> None:
     by_type = {model.model_type: model for model in supported_models()}
     models = [by_type[name] for name in args.types or by_type if name in by_type]
     installed, tested = version("transformers"), release_of_table()  # Transformers itself takes seconds to load.
-    newer = f"Transformers {installed} is installed, and this table is of {tested}: patch_model looks at the model."
+    newer = (
+        f"Transformers {installed} is installed, but this table is for {tested}; patch_model checks the model itself."
+    )
     yes = {True: "yes", False: "no"}
     rows = [(x.model_type, x.status, yes[x.ring], yes[x.packed], x.reason or "") for x in models]
     if models and not wrote_json([asdict(model) for model in models], args.json):

@@ -22,7 +22,7 @@ REFUSED = [
     (f"{EXPLAIN} --pattern kv0-{10**9}=exact", "at most 65536 key/value heads were expected"),
     (f"calibrate --model a --text {{file}} --seed {2**32}", "--seed: a whole number of at most 4294967295"),
     (f"{EXPLAIN} --kv-heads 3", "--kv-heads: a number that divides the 8 query heads was expected, got 8 = 2 * 3 + 2"),
-    ("explain --tokens 64 --ranks 8 --heads 8", "needed are --heads and --head-dim"),
+    ("explain --tokens 64 --ranks 8 --heads 8", "give --heads and --head-dim"),
     ("explain --ranks 8 --heads 8 --head-dim 64", "are required: --tokens (see hf-ring-attention explain --help)"),
     (f"{EXPLAIN} --model {{empty}}", "--heads: --model has it already: leave one of them out"),
     ("explain --tokens 64 --ranks 8 --model {empty}", "--model: the folder '{empty}' has no config.json"),

@@ -140,11 +140,11 @@ def test_commands_print_the_bytes_of_the_cache(tmp_path, command):
     kept, whole = short_bytes(answer.cache.kept), short_bytes(answer.cache.whole)
     assert re.search(rf"^all +3 +{kept} +{whole} *$", printed, re.MULTILINE)
     most = most_cached_tokens(answer)
-    assert f"beside the weights fit {most['kept']:,} tokens by pattern, {most['whole']:,} whole" in printed
+    assert f"tokens that fit beside the weights: {most['kept']:,} by pattern, {most['whole']:,} whole" in printed
     assert (figures["kept"], figures["whole"], figures["most_tokens"]) == (answer.cache.kept, answer.cache.whole, most)
     assert figures["patterns"]["exact"]["layers"] == [1, 2]
     alone = " ".join(command(f"{words} --pattern window:32+4").split())
-    assert f"beside the weights fit any number of tokens by pattern, {most['whole']:,} whole" in alone
+    assert f"tokens that fit beside the weights: any number by pattern, {most['whole']:,} whole" in alone
     explained = " ".join(command(f"explain --model {tmp_path} --tokens 64k --ranks 2").split())
     assert f"{kept} by ra.PatternCache, {whole} whole, on one device" in explained
     packed = command(f"explain --model {tmp_path} --tokens 64k --ranks 2 --documents 100,200")

@@ -234,7 +234,7 @@ def nothing_to_predict():
         (lambda: documents.hold_out(tokens_of(5, 4, 6), 16), "have 15 tokens, and 16 are to be held out: hold out fewer"),
         (lambda: documents.hold_out(tokens_of(5, 4, 6), 15), "15 tokens, and all are held out: hold out fewer, or name more"),
         (lambda: too_few_rows(False), r"in 3 rows of 4, and 5 or more rows are needed: about 5 \* 4 = 20"),
-        (lambda: too_few_rows(True), r"the stream has 3 row\(s\) of 4 tokens, and 5 or more are needed"),
+        (lambda: too_few_rows(True), r"the stream has 3 rows of 4 tokens, and 5 or more are needed"),
         (nothing_to_predict, "have no token to predict: hold out more"),
     ],
 )  # fmt: skip
