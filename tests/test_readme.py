@@ -199,7 +199,7 @@ def check_program(words):
 
 
 def test_options_in_the_text_are_those_of_the_programs():
-    programs = ("calibrate", "perplexity", "estimate")
+    programs = ("calibrate", "perplexity", "estimate", "explain")
     known = help_of("finetune") + help_of("ask") + "".join(help_of("hf-ring-attention", name) for name in programs)
     for page in (RECIPES, *GUIDES):
         options = {*re.findall(r"--[a-z]+(?:-[a-z]+)*\b(?!_)", without_blocks(page))}
