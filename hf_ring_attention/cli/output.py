@@ -17,6 +17,8 @@ from ..evaluation.whole_files import write_whole
 WIDTH_OF_FILES = 80
 #: Table cells of up to this many characters stay on one line, if the terminal is wide enough.
 LONGEST_UNBROKEN = 16
+#: Words of up to this many characters stay in a table that is too wide.
+SHORT_ENOUGH = 8
 
 
 def terminal() -> Any:
@@ -42,14 +44,14 @@ def print_table(
         console.print(Text(title, style="bold"))
     texts, room = [[str(cell) for cell in row] for row in rows], console.width - 2 * len(headings)
     numbers: dict[str, str] = {}
-    if (
-        sum(max((len(word) for text in column for word in text.split()), default=1) for column in zip(headings, *texts))
-        > room
-    ):
+    longest = [_longest_word(column) for column in zip(headings, *texts)]
+    for place in sorted(range(min(left, len(longest))), key=longest.__getitem__, reverse=True):
+        if sum(longest) <= room:
+            break
         for row in texts:
-            for number, cell in enumerate(row[:left]):
-                if max(map(len, cell.split()), default=0) > LONGEST_UNBROKEN:
-                    row[number] = numbers.setdefault(cell, f"[{len(numbers) + 1}]")
+            if _longest_word([row[place]]) > SHORT_ENOUGH:
+                row[place] = numbers.setdefault(row[place], f"[{len(numbers) + 1}]")
+        longest[place] = _longest_word([headings[place], *(row[place] for row in texts)])
     notes = [*(f"{number} {cell}" for cell, number in numbers.items()), *notes]
     columns = [*zip(headings, *texts)]
     widths = [_unbroken(column) for column in columns]
@@ -66,6 +68,10 @@ def print_table(
     console.print()
     if notes:
         console.print(Text("\n".join((*notes, ""))))
+
+
+def _longest_word(texts: Sequence[str]) -> int:
+    return max((len(word) for text in texts for word in text.split()), default=1)
 
 
 def _unbroken(column: Sequence[str]) -> int:
