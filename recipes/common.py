@@ -357,9 +357,9 @@ def add_ring(parser: argparse.ArgumentParser) -> None:
     """Adds the options of a ring, except its size."""
     add = parser.add_argument
     layouts, transports = "auto contiguous zigzag documents".split(), "auto ring collective heads local".split()
-    add("--ring-layout", choices=layouts, default="auto", help="how rows are divided (default auto)")
-    add("--ring-transport", choices=transports, default="auto", help="how keys reach other processes (default auto)")
-    add("--ring-heads", type=at_least(1), help="with --ring-transport heads: how many neighbours exchange heads")
+    add("--layout", choices=layouts, default="auto", help="how rows are divided (default auto)")
+    add("--transport", choices=transports, default="auto", help="how keys reach other processes (default auto)")
+    add("--ring-heads", type=at_least(1), help="with --transport heads: how many neighbours exchange heads")
 
 
 def pattern_settings(pattern: ra.Pattern | ra.Calibration) -> str | dict[str, str]:

@@ -81,7 +81,9 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--output", type=Path, default=Path("runs/finetune"), help=folder)
     add("--report-to", nargs="+", choices=TRACKERS, default=[], metavar="TRACKER", help=", ".join(TRACKERS))
     add("--json", type=new_file, help="file for the figures")
-    args = parser.parse_args(renamed(parser, argv, seq_len="tokens", ring_size="ranks"))
+    args = parser.parse_args(
+        renamed(parser, argv, seq_len="tokens", ring_size="ranks", ring_layout="layout", ring_transport="transport")
+    )
     documents.check_arguments(parser, args)
     check_args(parser, args)
     return args
@@ -128,7 +130,7 @@ def main() -> None:
     cp_size = getattr(accelerator.parallelism_config, "cp_size", 1)  # Accelerate's own option may give the size, too.
     given = cp_size if args.ranks is None and cp_size > 1 else args.ranks
     size = common.ring_size(given, accelerator.num_processes)
-    ways = {"layout": args.ring_layout, "transport": args.ring_transport, "heads": args.ring_heads}
+    ways = {"layout": args.layout, "transport": args.transport, "heads": args.ring_heads}
     ring = ra.Ring.from_accelerator(accelerator, size, **ways)
     with checkpoints.own_run(args.output, "--output"):
         fine_tune(args, accelerator, ring)

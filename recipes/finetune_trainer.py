@@ -18,7 +18,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from arguments import PATTERN_HELP, Help, at_least, check, check_extra, load_pattern, pattern_source, positive
 from bench.timing import renamed
-from transformers import HfArgumentParser, default_data_collator
+from transformers import HfArgumentParser, default_data_collator, set_seed
 from transformers.hf_argparser import HfArg
 
 import hf_ring_attention as ra
@@ -39,6 +39,8 @@ class TrainingArguments(ra.RingTrainingArguments):
     """RingTrainingArguments with the defaults of a short run."""
 
     ring_size: int | None = HfArg(default=None, aliases="--ranks", help="processes that share each row")
+    ring_layout: str = HfArg(default="auto", aliases="--layout", help="auto, contiguous, zigzag or documents")
+    ring_transport: str = HfArg(default="auto", aliases="--transport", help="auto, ring, collective, heads or local")
     output_dir: str = field(default="runs/finetune_trainer")
     max_steps: int = field(default=20)
     per_device_train_batch_size: int = field(default=1)
@@ -111,6 +113,7 @@ def main() -> None:
 def train(args: Arguments, training: TrainingArguments) -> None:
     """Trains, evaluates and saves, in a folder that no other run writes to."""
     resume, trust = resumed(training), args.trust_remote_code
+    set_seed(training.seed)  # Adapters begin with random numbers.
     training.eval_on_start = bool(args.held_out) and resume is None
     pattern = load_pattern(args.pattern)
     tokenizer = common.load_tokenizer(args.model, trust=trust)
@@ -141,7 +144,8 @@ def train(args: Arguments, training: TrainingArguments) -> None:
         stop.end(output / f"checkpoint-{trainer.state.global_step}", "--resume_from_checkpoint true")
     evaluated = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
     if args.held_out and trainer.state.global_step not in evaluated:
-        trainer.evaluate()
+        loss = trainer.evaluate()["eval_loss"]
+        trainer.accelerator.print(f"eval_loss after {trainer.state.global_step} steps, the mean of rows: {loss:.3f}")
     if trainer.is_fsdp_enabled:  # FSDP's checkpoints hold parts of the model, but here it is saved whole.
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     with checkpoints.writing("the model", output, remedy):

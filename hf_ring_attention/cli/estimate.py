@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from argparse import BooleanOptionalAction, Namespace
+from collections.abc import Mapping
 from dataclasses import asdict
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..cost.memory import NUMBER_BYTES, PARALLELS
 from ..plan.traffic import short_bytes
 from .options import Parser, at_least, checked, memory_size, token_count
-from .output import plural, print_table, short_count, wrote_json
+from .output import MOST_SHOWN, plural, print_table, short_count, wrote_json
 
 if TYPE_CHECKING:
     from ..cost.estimate import Estimate
@@ -112,10 +113,15 @@ def _print_estimate(answer: Estimate, figures: dict[str, Any], model: str) -> No
     how = f"{', checkpointing' * setting.checkpointing}, {setting.dtype}"
     title = f"{model}: {short_count(setting.seq_len)} tokens {rings}{how}"
     print_table(title, ("memory of a device", "bytes", "formula"), rows, _answers(answer, figures), left=3)
-    exchanged = [
-        (pattern, call["transport"], ", ".join(f"{name} {short_bytes(size)}" for name, size in call["buffers"].items()))
-        for pattern, call in figures["exchanges"].items()
-    ]
+    calls, exchanged = figures["exchanges"], []
+    if len(calls) > MOST_SHOWN:
+        names = {name for call in calls.values() for name in call["buffers"]}
+        most = {name: max(call["buffers"].get(name, 0) for call in calls.values()) for name in sorted(names)}
+        chosen = ", ".join(sorted({call["transport"] for call in calls.values()}))
+        calls = {f"the largest of {len(calls)}": {"transport": chosen, "buffers": most}}
+    for pattern, call in calls.items():
+        buffers = ", ".join(f"{name} {short_bytes(size)}" for name, size in call["buffers"].items())
+        exchanged.append((pattern, call["transport"], buffers))
     if setting.ring_size > 1 and exchanged:
         print_table("", ("pattern", "chosen", "buffers of a rank, by transport"), exchanged, left=3)
     _print_cache(answer, figures["cache"])
@@ -127,7 +133,9 @@ def _print_cache(answer: Estimate, cache: dict[str, Any]) -> None:
         for pattern, size in cache["patterns"].items()
     ]
     if len(rows) > 1:
-        rows.append(("all", sum(row[1] for row in rows), short_bytes(cache["kept"]), short_bytes(cache["whole"])))
+        layers = sum(row[1] for row in rows)
+        rows = rows if len(rows) <= MOST_SHOWN else []
+        rows.append(("all", layers, short_bytes(cache["kept"]), short_bytes(cache["whole"])))
     notes = []
     if "most_tokens" in cache:
         most = {kind: "any number" if count is None else f"{count:,}" for kind, count in cache["most_tokens"].items()}
@@ -140,7 +148,7 @@ def _print_cache(answer: Estimate, cache: dict[str, Any]) -> None:
 
 def _answers(answer: Estimate, figures: dict[str, Any]) -> list[str]:
     """Returns what fits and, if the step does not fit, what each option by itself would save, a line each."""
-    from ..cost.questions import next_switches
+    from ..cost.questions import next_switches, together
 
     lines, may = [], "may fit" if answer.not_counted else "fits"
     positions = answer.shape.attention.positions
@@ -153,11 +161,23 @@ def _answers(answer: Estimate, figures: dict[str, Any]) -> list[str]:
         lines.append("no sequence fits" if longest is None else f"longest sequence that {may}: {longest:,} tokens")
         smallest = "none" if ring is None else f"{ring['ring_size']}, of {ring['devices']} devices"
         lines.append(f"smallest ring for this sequence: {smallest}")
-    for switch in [] if answer.fits else [x for x in next_switches(answer) if len(x.changes) == 1][:4]:
-        ((name, value),) = switch.changes.items()
-        option = "ranks" if name == "ring_size" else name.replace("_", "-")
-        option = f"--no-{option}" if value is False else f"--{option}" if value is True else f"--{option} {value}"
+    switches = [] if answer.fits else [x for x in next_switches(answer) if len(x.changes) == 1][:4]
+    for switch in switches:
         fits = {None: "", True: ", and it fits", False: ", which is not enough"}[switch.fits]
-        lines.append(f"with {option}: {short_bytes(switch.gain)} less{fits}")
+        lines.append(f"with {_options(switch.changes)}: {short_bytes(switch.gain)} less{fits}")
+    if switches and not any(switch.fits is not False for switch in switches):
+        changes = together(answer, switches)
+        lines.append("together they are not enough" if changes is None else f"with {_options(changes)} it fits")
     lines += [f"not counted: {answer.not_counted}"] if answer.not_counted else []
     return [*lines, "not counted: what the process holds before the model is made, and fragmentation"]
+
+
+def _options(changes: Mapping[str, Any]) -> str:
+    """Returns changes of a setting as options."""
+    options = []
+    for name, value in changes.items():
+        option = "ranks" if name == "ring_size" else name.replace("_", "-")
+        options.append(
+            f"--no-{option}" if value is False else f"--{option}" if value is True else f"--{option} {value}"
+        )
+    return " ".join(options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..plan.patterns import Pattern
 from ..plan.problem import Documents
 from ..plan.traffic import RankTraffic, short_bytes
 from .options import Parser, Refusal, above_zero, at_least, checked
-from .output import layer_numbers, plural, print_table, short_count, short_number, terminal, wrote_json
+from .output import MOST_SHOWN, layer_numbers, plural, print_table, short_count, short_number, terminal, wrote_json
 
 #: Another transport is named if it is so many times as fast.
 WORTH_ANOTHER = 1.1
@@ -80,7 +80,7 @@ def _times(args: Namespace, call: Explanation) -> Times:
 
 def _comparisons(args: Namespace, step: StepExplanation, times: list[Times]) -> Iterator[tuple[str, str]]:
     """Yields a line for each pattern, with its name, that compares the transports over the last link."""
-    for (_, call), of_pattern in zip(step.calls, times):
+    for (_, call), of_pattern in zip(_shown(step), times):
         last = {name: of_links[-1] for name, of_links in of_pattern.items()}
         pattern = f"{call.pattern}: " * (len(step.calls) > 1)
         yield "times", pattern + compared(call, last, f"{args.gbps[-1]:g} Gbit/s")
@@ -109,19 +109,35 @@ def _print_times(args: Namespace, step: StepExplanation, times: list[Times]) -> 
     headings = ["pattern", "transport", "computing"]
     for link in args.gbps:
         headings += [f"{link:g} Gbit/s", "hidden"]
-    rows = []
-    for (_, call), of_pattern in zip(step.calls, times):
+    rows: list[list[Any]] = []
+    for (_, call), of_pattern in zip(_shown(step), times):
         for name, of_links in of_pattern.items():
-            cells = [short_number(1e3 * of_links[0].computing)]
-            for time in of_links:
-                cells += [short_number(1e3 * time.total), f"{time.hidden / time.moving:.0%}" if time.moving else ""]
-            rows.append([call.pattern, name + " *" * (name == call.decision.choice), *cells])
+            rows.append([call.pattern, name + " *" * (name == call.decision.choice), *_time_cells(of_links)])
+    # Where nothing moves, all transports take the same time.
+    chosen = [of.get(call.decision.choice, next(iter(of.values()))) for (_, call), of in zip(step.calls, times)]
+    counts = [len(layers) for layers, _ in step.calls]
+    sums = [
+        LayerTime(*(sum(n * x for n, x in zip(counts, column)) for column in zip(*of_link))) for of_link in zip(*chosen)
+    ]
+    rows.append(["a step", "as chosen *", *_time_cells(sums)])
     notes = [
         "hidden: the share of message time during which the rank also computes",
         f"arithmetic from the plan, for devices of {args.tflops:g} TFLOP/s (--tflops) and these links (--gbps)",
     ]
-    title = "Milliseconds of one layer, forward and backward, of the busiest rank"
+    title = "Milliseconds of one layer, and of a step, forward and backward, of the busiest rank"
     print_table(title, headings, rows, notes, left=2)
+
+
+def _time_cells(of_links: Sequence[LayerTime]) -> Iterator[str]:
+    yield short_number(1e3 * of_links[0].computing)
+    for time in of_links:
+        yield short_number(1e3 * time.total)
+        yield f"{time.hidden / time.moving:.0%}" if time.moving else ""
+
+
+def _shown(step: StepExplanation) -> list[tuple[list[int], Explanation]]:
+    """Returns the patterns that are printed, with the numbers of their layers; none of many."""
+    return step.calls if len(step.calls) <= MOST_SHOWN else []
 
 
 def _figures(attention: ModelAttention, step: StepExplanation, times: list[Times], links: list[float]) -> Any:
@@ -136,7 +152,7 @@ def _figures(attention: ModelAttention, step: StepExplanation, times: list[Times
     figures: dict[str, Any] = {"model": attention.name or None, "tokens": layout.seq_len, "ranks": layout.world_size}
     figures |= {"layout": layout.kind, "reason": step.base.layout_decision.reason, "imbalance": step.base.layouts}
     whole = {"flops": step.flops, "flop_share": step.flop_share, "imbalance": step.imbalance, "bytes": step.traffic}
-    return _in_dicts(figures | {"patterns": patterns, "step": whole, "gbps": links, "bytes of a mixer": step.mixers})
+    return _in_dicts(figures | {"patterns": patterns, "step": whole, "gbps": links, "mixer_bytes": step.mixers})
 
 
 def _in_dicts(value: Any) -> Any:
@@ -205,7 +221,7 @@ def _print_step(step: StepExplanation, facts: list[tuple[str, str]]) -> None:
     terminal().print(grid, "")
     flops: list[Any] = []
     moved: list[Any] = []
-    for layers, call in step.calls:
+    for layers, call in _shown(step):
         most = max(share.forward_flops for share in call.ranks)
         flops.append((call.pattern, len(layers), *_flop_cells(most, call)))
         for name, balance in call.balance.items() if len(call.ranks) > 1 else ():
@@ -236,17 +252,24 @@ def _facts(args: Namespace, attention: ModelAttention, step: StepExplanation) ->
     if attention.positions is not None and args.tokens > attention.positions:
         facts.append(("positions", f"{args.tokens} tokens are more than the model's {attention.positions} positions"))
     facts.append(("heads", f"{attention.num_heads}/{attention.num_kv_heads} of {attention.head_dim}{values}"))
-    facts += [("layers", f"{layer_numbers(layers)}: {call.pattern}") for layers, call in step.calls if attention.name]
+    facts += [("layers", f"{layer_numbers(layers)}: {call.pattern}") for layers, call in _shown(step) if attention.name]
+    if not _shown(step):
+        facts.append(
+            ("layers", f"{len(attention.layers)} with {len(step.calls)} patterns; --json has the figures of each")
+        )
     if mixers is not None:
         facts.append(("mixers", _mixers_in_words(mixers, step, args.ranks)))
     facts.append(("layout", f"{layout.kind}: {step.base.layout_decision.reason}"))
     facts.append(("imbalance", ", ".join(f"{kind} {imbalance:.2f}" for kind, imbalance in step.base.layouts.items())))
-    for _, call in step.calls:
+    for _, call in _shown(step):
         of_pattern = f"{call.pattern}: " * (len(step.calls) > 1)
         facts.append(("transport", f"{of_pattern}{call.decision.choice}: {call.decision.reason}"))
+    for choice in () if _shown(step) else sorted({call.decision.choice for _, call in step.calls}):
+        layers = sorted(layer for layers, call in step.calls for layer in layers if call.decision.choice == choice)
+        facts.append(("transport", f"{choice} in layers {layer_numbers(layers)}"))
     if step.base.cache is not None:
         caches = attention.caches(args.tokens, args.batch_size, number_bytes(args.dtype)[0])
-        if len(caches) > 1:
+        if 1 < len(caches) <= MOST_SHOWN:
             facts += [("cache", f"{pattern}: {_cache_in_words(size)}") for pattern, (_, size) in caches.items()]
         facts.append(("cache", _cache_in_words(sum_of_caches(size for _, size in caches.values()))))
     return facts

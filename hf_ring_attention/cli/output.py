@@ -17,6 +17,8 @@ from ..evaluation.whole_files import write_whole
 WIDTH_OF_FILES = 80
 #: Table cells of up to this many characters stay on one line, if the terminal is wide enough.
 LONGEST_UNBROKEN = 16
+#: Of more patterns than this, as a calibration has, explain and estimate print only the sums of all layers.
+MOST_SHOWN = 4
 #: Words of up to this many characters stay in a table that is too wide.
 SHORT_ENOUGH = 8
 
@@ -54,14 +56,15 @@ def print_table(
         longest[place] = _longest_word([headings[place], *(row[place] for row in texts)])
     notes = [*(f"{number} {cell}" for cell, number in numbers.items()), *notes]
     columns = [*zip(headings, *texts)]
-    widths = [_unbroken(column) for column in columns]
-    # If the lines are too long, break headings first, and words only if that is not enough.
-    broken = sum(max(map(len, column)) for column in columns) > room >= sum(widths)
+    widths: list[Any] = [None] * len(columns)
+    if sum(max(map(len, column)) for column in columns) > room >= sum(map(_unbroken, columns)):
+        # Break headings first, then cells, from the right, and no words.
+        widths = [_unbroken(column) for column in columns]
+        for number, (_, *cells) in enumerate(columns):
+            widths[number] += min(room - sum(widths), max(0, max(map(len, cells), default=0) - widths[number]))
     shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
-    for number, ((heading, *cells), width) in enumerate(zip(columns, widths)):
-        fixed = broken and max(map(len, cells), default=0) <= LONGEST_UNBROKEN
-        justify: Any = "left" if number < left else "right"
-        shown.add_column(heading, justify=justify, overflow="fold", width=width if fixed else None)
+    for number, (heading, width) in enumerate(zip(headings, widths)):
+        shown.add_column(heading, justify="left" if number < left else "right", overflow="fold", width=width)
     for row in texts:
         shown.add_row(*map(Text, row))
     console.print(shown)
@@ -76,9 +79,7 @@ def _longest_word(texts: Sequence[str]) -> int:
 
 def _unbroken(column: Sequence[str]) -> int:
     """Returns the width at which no word and no short cell of a column is broken."""
-    short = [len(cell) for cell in column[1:] if len(cell) <= LONGEST_UNBROKEN]
-    words = [min(len(word), LONGEST_UNBROKEN) for text in column for word in text.split()]
-    return max((*short, *words), default=1)
+    return max([len(cell) for cell in column[1:] if len(cell) <= LONGEST_UNBROKEN] + [_longest_word(column)])
 
 
 def wrote_json(figures: Any, place: Path | str | None) -> bool:

@@ -6,8 +6,9 @@ are bounded (`parts_by_bound`). The answers fit, and a little more may fit too.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -104,6 +105,16 @@ def next_switches(answer: Estimate) -> list[SwitchGain]:
         if after < peak:
             gains.append(SwitchGain(name, peak - int(after), answer.fits_with(after), changes))
     return sorted(gains, key=lambda switch: -switch.gain)
+
+
+def together(answer: Estimate, switches: Sequence[SwitchGain]) -> dict[str, Any] | None:
+    """Returns the fewest of these changes with which the step fits together; None if it never does."""
+    for count in range(2, len(switches) + 1):
+        for chosen in itertools.combinations(switches, count):
+            changes = {name: value for switch in chosen for name, value in switch.changes.items()}
+            if _fits(answer, replace(answer.setting, **changes)):
+                return changes
+    return None
 
 
 def _switches(shape: ModelShape, setting: TrainingSetting) -> Iterator[tuple[str, dict[str, Any]]]:

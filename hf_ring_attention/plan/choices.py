@@ -168,7 +168,7 @@ def choose_transport(problem: Problem, sizes: RowBytes) -> Decision:
     share = f"{rows / shard:.2f} times its own {short_bytes(own)}"
     if rows <= COLLECTIVE_SHARE * shard:
         return Decision("collective", f"{needs}, {share}: one exchange holds little")
-    return Decision("ring", f"{needs}, {share}: the ring holds a few payloads, and moves them behind the computation")
+    return Decision("ring", f"{needs}, {share}: the ring holds a few payloads, and moves them while ranks compute")
 
 
 def _choose_heads(problem: Problem) -> Decision | None:

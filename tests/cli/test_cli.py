@@ -151,6 +151,23 @@ def test_commands_print_the_bytes_of_the_cache(tmp_path, command):
     assert "PatternCache" not in packed
 
 
+def test_many_patterns_are_printed_as_their_sums(tmp_path, command):
+    config = tiny_config("llama", num_hidden_layers=6)
+    patterns = [f"window:{length}+4" for length in (16, 32, 64, 128, 256)]
+    ra.patch_config(config, [*patterns, "exact"]).save_pretrained(tmp_path)
+    words = f"--tokens 1M --ranks 4 --model {tmp_path}"
+    found, printed = json.loads(command(f"explain {words} --json")), command(f"explain {words}")
+    assert "window:64+4" not in printed and "6 with 6 patterns" in printed
+    assert re.search(r"^transport +collective in layers 0-4 *$", printed, re.MULTILINE)
+    assert re.search(r"^transport +ring in layers 5 *$", printed, re.MULTILINE)
+    chosen = [of["seconds"][of["transport"]][-1] for of in found["patterns"]]
+    total = sum(time["computing"] + time["moving"] - time["hidden"] for time in chosen)
+    assert re.search(rf"^a step +as chosen \*.* {re.escape(short_number(1e3 * total))} +\d+% *$", printed, re.MULTILINE)
+    estimated = command(f"estimate {words}")
+    assert "window:64+4" not in estimated and re.search(r"^all +6 ", estimated, re.MULTILINE)
+    assert re.search(r"^the largest of 6 +collective, ring +collective ", estimated, re.MULTILINE)
+
+
 def test_explain_refuses_a_model_that_is_not_computed(tmp_path, refusal):
     config = {"model_type": "bloom", "n_head": 8, "hidden_size": 64, "n_layer": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -435,8 +435,25 @@ def test_options_are_named_once_and_only_if_the_step_does_not_fit(folder, capsys
     for memory, fits in (("20GB", False), ("999TB", True)):
         assert not ended(f"{words} {memory}")
         named = re.findall(line, printed := capsys.readouterr().out, re.MULTILINE)
-        assert len({*named}) == len(named) == printed.count("with --") and {x.replace("-", "_") for x in named} <= known
-        assert named == [] if fits else {"checkpointing", "offload", "ranks"} <= {*named}
+        combined = re.findall(r"^with (--.*) it fits$", printed, re.MULTILINE)
+        assert len({*named}) == len(named) == printed.count("with --") - len(combined)
+        assert {x.replace("-", "_") for x in named} <= known
+        assert named == combined == [] if fits else {"checkpointing", "offload", "ranks"} <= {*named}
+
+
+def test_options_that_fit_together_are_named(folder, capsys):
+    """The fewest of those that are not enough by themselves; with them, the step fits."""
+    words = f"estimate --model {folder} --tokens 256k --no-checkpointing --devices 4 --ranks 2 --memory"
+    for memory, expected in (("60GB", 2), ("50GB", 3), ("40GB", None)):
+        assert not ended(f"{words} {memory}")
+        printed = capsys.readouterr().out
+        combined = re.findall(r"^with (--.*) it fits$", printed, re.MULTILINE)
+        assert "and it fits" not in printed and bool(combined) == ("together they are not enough" not in printed)
+        assert [len(re.findall("--", options)) for options in combined] == [expected] * len(combined)
+        assert bool(combined) == (expected is not None)
+        for options in combined:
+            assert not ended(f"{words} {memory} {options}")
+            assert re.search(r"^fits: ", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_ranks_without_devices_are_a_ring_of_all_devices(folder, capsys):

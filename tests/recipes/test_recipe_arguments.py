@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 #: The recipe, its arguments, and its error.
 REFUSED = [
     ("finetune", "--tokens 1", "--tokens: a whole number of at least 2 was expected, got 1"),
-    ("finetune", "--ring-transport mail", "--ring-transport: invalid choice: 'mail'"),
+    ("finetune", "--transport mail", "--transport: invalid choice: 'mail'"),
     ("finetune", "--lr nan", "--lr: a number above 0 was expected, got 'nan'"),
     ("finetune", "--warmup 5 --steps 5", "--warmup: the learning rate would rise for 5 of 5 steps and never be --lr"),
     ("finetune", "--held-out 1", "--held-out: the first token of a text is not predicted"),

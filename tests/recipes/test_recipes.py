@@ -348,7 +348,7 @@ def test_finetune_by_the_trainer(plugin, folder, by_the_trainer, tmp_path):
     if plugin == "zero3":
         pytest.importorskip("deepspeed", reason=NO_DEEPSPEED)
     run, bounds = by_the_trainer
-    by_heads = ["--ring_transport", "heads", "--ring_heads", 2] if plugin else []
+    by_heads = ["--transport", "heads", "--ring_heads", 2] if plugin else []
     found = train(folder, tmp_path, 2, *by_heads, plugin=plugin, processes=2)
     assert_equal_runs(found, run, plugin, bounds)
 

@@ -18,6 +18,7 @@ from ...hf.models import why_not
 from ...hf.patch import patch_model
 from ...hf.support import check_config
 from ...ring.ring import Ring
+from ..output import plural
 from .runner import CheckRun, NotApplicable, Verdict, processes
 from .tiny_models import VOCAB, model_with_large_weights, shrunk_config
 
@@ -53,7 +54,7 @@ def measure_config(run: CheckRun) -> dict[str, Any]:
 def judge_config(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
     """Returns the model's type, dtype and patterns."""
     own, model, count = answers[0], run.options.model, len(run.facts["of layers"])
-    of_layers = f", and {count} {'patterns' if count > 1 else 'pattern'} of single layers" if count else ""
+    of_layers = f", and {plural(count, 'pattern')} of single layers" if count else ""
     name = f"no --model: a tiny {own['type']}" if model is None else f"{model}: {own['type']} of {own['layers']} layers"
     return Verdict("ok", f"{name}, {own['dtype']}, pattern {own['pattern']}{of_layers}")
 
