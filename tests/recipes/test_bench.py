@@ -52,8 +52,9 @@ def test_speed(tables):
         assert of_floor == pytest.approx(faster / flops, rel=0.02)
 
 
-def test_lengths_are_written_as_those_of_a_gpu(tables, tmp_path):
-    words = ["--tokens", "128,256", *ONCE, "--pattern", "exact", "window:64+4", "--json", str(tmp_path / "cpu.json")]
+def test_lengths_are_written_as_those_of_a_gpu(tables, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["--tokens", "128,256", *ONCE, "--pattern", "exact", "window:64+4", "--json", "cpu.json"]
     assert [len(rows) for rows in tables("lengths", *words)[:2]] == [3, 3]
     found = json.loads((tmp_path / "cpu.json").read_text())
     for figure in ("both ms", "peak GiB"):
