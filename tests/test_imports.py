@@ -50,6 +50,21 @@ def test_patterns_and_plans_need_neither_torch_nor_transformers():
     assert "hf_ring_attention.plan.plans" in own
 
 
+def test_operators_are_made_before_threads_use_them():
+    """Two threads that make one at once would leave torch with a freed object, which crashes later."""
+    loaded_by(
+        """
+        import torch
+        from hf_ring_attention.hf import graph
+        from hf_ring_attention.ring import operator, shards
+
+        names = [name.partition("::")[2] for name in operator._LIBRARY._op_defs]
+        made = vars(torch.ops.hf_ring_attention)
+        assert len(names) >= 5 and all("default" in vars(made[name]) for name in names), names
+        """
+    )
+
+
 #: The implementation is registered, whichever of the libraries was imported first.
 REGISTERED = """
 from transformers import LlamaConfig, LlamaModel

@@ -95,6 +95,8 @@ def define(
         torch.library.register_fake(f"hf_ring_attention::{name}", fake, lib=_LIBRARY)
     if backward is not None:
         torch.library.register_autograd(f"hf_ring_attention::{name}", backward, setup_context=save, lib=_LIBRARY)
+    # Made by two threads at once, as by the ranks of a simulation, torch's cache would point to one that is freed.
+    assert getattr(torch.ops.hf_ring_attention, name).default
 
 
 class GraphLayer(NamedTuple):
