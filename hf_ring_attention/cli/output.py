@@ -123,7 +123,7 @@ def short_count(tokens: int) -> str:
 
 
 def tell_loading(model: str) -> None:
-    """Tells who waits at a terminal that a model is being loaded, which takes seconds before anything is shown."""
+    """Prints at a terminal that a model is being loaded, since nothing else is shown for some seconds."""
     if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
         print(f"loading {model}", file=sys.stderr, flush=True)
 

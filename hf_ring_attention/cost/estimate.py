@@ -187,11 +187,10 @@ def estimate(
     setting.check()
     if mlp_tokens_at_once:
         warn_once("mlp_tokens_at_once goes in version 0.4, with sliced_mlp: use layer_tokens_at_once and sliced_layers")
+    if isinstance(pattern, str) and not pattern.endswith(".json"):
+        pattern = as_pattern(pattern, "estimate")
     try:
-        is_file = isinstance(pattern, str) and pattern.endswith(".json")
-        shape = shape_of_model(
-            model_or_config, pattern if pattern is None or is_file else as_pattern(pattern, "estimate")
-        )
+        shape = shape_of_model(model_or_config, pattern)
     except (ValueError, NotImplementedError) as error:
         raise ValueError(f"estimate: {error}") from None
     if shape.attention.mixers is not None and not checkpointing:

@@ -375,7 +375,7 @@ def test_the_smallest_ring_holds_the_sequence_and_half_of_it_does_not():
         (LLAMA_8B, {"parallel": "zero4"}, "parallel must be one of 'ddp', 'fsdp2'"),
         (LLAMA_8B, {"parallel": "zero2", "device": "cpu"}, "DeepSpeed's memory on a CPU is unknown"),
         (LLAMA_8B, {"dtype": torch.int8}, "dtype must be one of"),
-        (LLAMA_8B, {"pattern": "windw:4"}, "windw"),
+        (LLAMA_8B, {"pattern": "windw:4"}, "^estimate: pattern 'windw:4'"),
         (LLAMA_8B, {"devices": 3, "transport": "heads"}, "32 / 3"),
         (3, {}, "estimate: "),
         ({"model_type": "mamba", "hidden_size": 8, "vocab_size": 8}, {}, "estimate: "),
