@@ -367,6 +367,8 @@ if dist.is_available() and dist.is_gloo_available():
 tree_map: Any = torch.utils._pytree.tree_map
 #: Lists the values inside lists, tuples and dicts.
 tree_leaves: Any = torch.utils._pytree.tree_leaves
+#: Lists the same, and returns the lists, tuples and dicts without them.
+tree_flatten: Any = torch.utils._pytree.tree_flatten
 #: A context where a method runs in place of each operator.
 DispatchMode: Any = torch.utils._python_dispatch.TorchDispatchMode
 #: Makes a tensor of a class, a shape, a dtype and a device without numbers.

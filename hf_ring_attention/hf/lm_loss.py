@@ -13,14 +13,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..ring.ring import Ring
 from .config import warn_once
 from .forward_pass import Head, SliceLoss, WholeRows
 from .join import whole_rows
+from .layer_state import tensors_of
 from .loss_bytes import tokens_at_once
-from .values import Values, call_of
+from .values import Values
 
 #: The label of a token that is not predicted, as in Transformers.
 IGNORED = -100
@@ -61,14 +62,13 @@ def sum_in_slices(values: Values, labels: Tensor, ignore_index: int, label_smoot
     if not origin.sliced and origin.ring.rank == 0:
         warn_once(f"{origin.name} computes its loss in slices of tokens, on each rank's part of the rows", logging.INFO)
     origin.sliced = True
-    values.check()
     run = partial(_sum, values, labels.to(values.part.device).flatten(), ignore_index, of_slice)
     with torch.set_grad_enabled(values.recorded and torch.is_grad_enabled()):
-        total = run(None) if values.head is None else call_of(values.head)(run)
+        total = values.in_layer(run)
     return origin.ring.side_by_side(total[None], 0).sum()
 
 
-def _sum(values: Values, labels: Tensor, ignore_index: int, of_slice: SliceLoss, forward: Head | None) -> Tensor:
+def _sum(values: Values, labels: Tensor, ignore_index: int, of_slice: SliceLoss, forward: Head) -> Tensor:
     """Returns the sum of the losses of this rank's tokens, by the forward of the output layer."""
     states, weights = values.part.flatten(0, 1), [] if values.head is None else tensors_of(values.head)
     leaves = {id(x): x.detach().requires_grad_() for x in values.scales}  # They may depend on the weights.
@@ -96,12 +96,6 @@ def _scaled(dtypes: list[torch.dtype], grad: Tensor, any_label: Tensor, *gradien
     """Returns the gradients of a loss that is scaled; without a label they are 0, whatever the scale."""
     grad = torch.where(any_label, grad, 0)
     return [(x * grad.to(x.dtype)).to(dtype) for x, dtype in zip(gradients, dtypes, strict=True)]
-
-
-def tensors_of(module: nn.Module) -> list[Tensor]:
-    """Returns the parameters of a module, and views of weights that FSDP 1 puts there."""
-    tensors = [x for inner in module.modules() for x in (*inner.parameters(recurse=False), *vars(inner).values())]
-    return list({id(x): x for x in tensors if isinstance(x, Tensor)}.values())
 
 
 class WithGradients(torch.autograd.Function):

@@ -96,7 +96,7 @@ class OnUse(Tensor):
         batch, length = part.shape[:2] if origin.rows is None else (origin.rows.batch, origin.rows.length)
         numbers = torch.arange(batch * length, device=part.device).view(batch, length)
         sample = part.detach().flatten(0, 1)[:0]
-        return OnUse.of(Values(origin, part, numbers, sample, autocast_of(part), (version_of(part),)), numbers)
+        return OnUse.of(Values(origin, part, numbers, sample, autocast_of(part), version_of(part)), numbers)
 
     @staticmethod
     def of(values: Values, numbers: Tensor) -> OnUse:
@@ -290,7 +290,7 @@ def _not_formed(x: OnUse, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     changed = replace(values, sample=sample.detach())
     if values.head is None:
         part = step(values.part, {})
-        return OnUse.of(replace(changed, part=part, recorded=True, versions=(version_of(part),)), x.numbers)
+        return OnUse.of(replace(changed, part=part, recorded=True, version=version_of(part)), x.numbers)
     scales = (*values.scales, *(o for o in own.values() if o.requires_grad))
     return OnUse.of(replace(changed, steps=(*values.steps, step), scales=scales), x.numbers)
 

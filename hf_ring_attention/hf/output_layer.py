@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from ..compute.private import has_hooks, version_of
 from ..ring.ring import Ring
 from .forward_pass import running
-from .lm_loss import tensors_of
+from .layer_state import LayerState, has_given_weights
 from .on_use import OnUse
 from .values import Origin, autocast_of
 
@@ -56,21 +57,50 @@ def _head(module: nn.Module, own: Callable[..., Any], states: Any, *args: Any, *
     hidden = states.deferred
     if has_hooks(module) or not (states.is_current and hidden.origin.keeps_logits):
         return forward(states.to_read())
+    if _may_change(module):
+        return forward(states.to_read())
     token = hidden.part[:1, :1].detach()
+    generator = torch.cuda if token.is_cuda else torch.random
+    drawn = generator.get_rng_state()
     sample = forward(token)  # It has the dtype and the width of all logits.
     if not isinstance(sample, Tensor) or sample.shape[:-1] != token.shape[:-1]:
         raise NotImplementedError(
             f"{type(module).__name__} is no output layer: it makes no logits of each token by itself"
         )
-    weights = tuple(tensors_of(module))
+    if not torch.equal(drawn, generator.get_rng_state()):  # All uses, and the loss, have the same random numbers.
+        generator.set_rng_state(drawn)
+        with _same_random_numbers(hidden.origin.ring, token.device):
+            return forward(states.to_read())
     values = replace(
         hidden,
         head=module,
+        state=LayerState.of(module, with_numbers=not running().on_use),
         sample=sample.detach().flatten(0, 1)[:0],
         recorded=True,
         autocast=autocast_of(token),
-        weights=weights,
-        versions=tuple(map(version_of, (hidden.part, *weights))),
+        version=version_of(hidden.part),
     )
     states.memory.used = True
     return OnUse.of(values, states.numbers)
+
+
+def _may_change(module: nn.Module) -> bool:
+    """Returns whether to form logits at once, since programs give such a layer other adapters or weights behind its call.
+
+    A layer that learns in this call has its loss in slices all the same: its logits are then refused behind a change.
+    """
+    if running().on_use or (torch.is_grad_enabled() and any(x.requires_grad for x in module.parameters())):
+        return False
+    return next(module.children(), None) is not None or has_given_weights(module)
+
+
+@contextmanager
+def _same_random_numbers(ring: Ring, device: torch.device) -> Iterator[None]:
+    """A context in which all ranks of a ring draw the same random numbers."""
+    if ring.world_size == 1:
+        yield
+        return
+    seed = ring.side_by_side(torch.randint(2**31, (1,), device=device), 0)[0]
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(int(seed))
+        yield

@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 from ..compute.private import version_of
 from ..ring.ring import Ring
 from .config import warn_once
-from .forward_pass import Head, SliceLoss, WholeRows, running_with
+from .forward_pass import Head, SliceLoss, WholeRows, running, running_with
 from .join import kept, whole_rows
+from .layer_state import LayerState
 
 #: By the id of a tensor that needs gradients, the tensor that is computed with in its place.
 Leaves = Mapping[int, Tensor]
@@ -43,38 +44,75 @@ class Values:
     numbers: Tensor  # [B, n] the numbers of all tokens
     sample: Tensor  # [0, vocabulary] no logits, with the dtype, device and width of all
     autocast: Callable[[], Any]  # makes the context of autocast of the layer's call
-    versions: tuple[int, ...]  # of the part and the weights, when the layer was called
+    version: int  # how often the part was written to, when the layer was called
     head: nn.Module | None = None  # the output layer; None for hidden states
+    state: LayerState | None = None  # of the output layer in its call
     steps: tuple[Callable[[Tensor, Leaves], Tensor], ...] = ()  # functions that were applied to its logits
     recorded: bool = True  # whether gradients are recorded
-    weights: tuple[Tensor, ...] = ()  # the tensors of the layer
     scales: tuple[Tensor, ...] = ()  # the tensors of the steps that need gradients
     hooks: list[Callable[[Tensor], Any]] = field(default_factory=list)  # of FSDP: they mark the beginning of backward
 
+    def in_layer(self, use: Callable[[Head], Tensor]) -> Tensor:
+        """Returns the result of a function of the layer's forward, in the layer as it was in its call.
+
+        Raises:
+            RuntimeError: its weights or settings have changed since.
+        """
+        layer, state = self.head, self.state
+        same = version_of(self.part) == self.version
+        if layer is None or state is None:
+            self._check(same, "hidden states")
+            return use(lambda states: states)
+        now, recorded = running().forward_pass, bool(self.inputs)
+        inside = now is not None and now.origin is self.origin  # Inside its call, numbers do not change unseen.
+        self._check(state.has_settings_of(layer), "adapters or settings of its output layer")
+
+        def with_weights(forward: Head) -> Tensor:
+            unwritten = same and [*map(version_of, state.tensors)] == state.versions
+            self._check(unwritten and (inside or state.has_weights_of(layer, recorded)), "weights of its output layer")
+            return use(forward)
+
+        with state.restored_modes(layer):
+            result: Tensor = call_of(layer)(with_weights)
+        return result
+
+    def _check(self, same: bool, what: str) -> None:
+        if not same:
+            raise RuntimeError(
+                f"{self.origin.name}: the {what} changed after the call that returned these logits: use them before, such as "
+                f"logits.argmax(-1) before the optimizer's step"
+            )
+
     def of_states(self, states: Tensor, head: Head | None = None, leaves: Leaves = _NO_LEAVES) -> Tensor:
-        """Returns the values [..., vocabulary] of hidden states [..., width], by the layer or its forward, and by leaves."""
-        if head is None and self.head is not None:
-            head = call_of(self.head)
+        """Returns the values [..., vocabulary] of hidden states [..., width], by the forward of the layer, and by leaves."""
+        if head is None:
+            return self.in_layer(partial(self.of_states, states, leaves=leaves))
         with self.autocast(), running_with(on_use=False):
-            values = states if head is None else head(states)
+            values = head(states)
         for step in self.steps:
             values = step(values, leaves)
         return values
 
     def of_tokens(self, part: Tensor, numbers: Tensor, leaves: Leaves = _NO_LEAVES) -> Tensor:
         """Returns the values of tokens with these numbers from this rank's hidden states; all ranks call it together."""
-        self.check()
         rows, ring = self.origin.rows, self.origin.ring
-        if rows is not None and rows.layout is not None:
-            if 2 * numbers.numel() < self.numbers.numel():
-                return self.of_states(kept(part, rows, ring, numbers), leaves=leaves)
-            part = whole_rows(part, rows, ring)
-        return self.of_states(part if numbers is self.numbers else part.flatten(0, 1)[numbers], leaves=leaves)
+
+        def formed(head: Head) -> Tensor:
+            if rows is None or rows.layout is None:
+                states = part
+            elif 2 * numbers.numel() < self.numbers.numel():
+                return self.of_states(kept(part, rows, ring, numbers), head, leaves)
+            else:
+                states = whole_rows(part, rows, ring)
+            return self.of_states(states if numbers is self.numbers else states.flatten(0, 1)[numbers], head, leaves)
+
+        return self.in_layer(formed)
 
     @property
     def inputs(self) -> list[Tensor]:
         """The tensors that get gradients."""
-        return [x for x in (self.part, *self.weights, *self.scales) if x.requires_grad] if self.recorded else []
+        weights = () if self.state is None else self.state.tensors
+        return [x for x in (self.part, *weights, *self.scales) if x.requires_grad] if self.recorded else []
 
     def of_gradient(self, inputs: list[Tensor], numbers: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
         """Returns the gradients of inputs, from the gradient of the values of tokens with these numbers."""
@@ -82,14 +120,6 @@ class Values:
         with torch.enable_grad():
             formed = self.of_tokens(leaves[id(self.part)], numbers, leaves)
         return torch.autograd.grad(formed, [leaves.get(id(x), x) for x in inputs], grad, materialize_grads=True)
-
-    def check(self) -> None:
-        """Refuses weights that have changed since the call of the layer: they would give other logits."""
-        if tuple(map(version_of, (self.part, *self.weights))) != self.versions:
-            raise RuntimeError(
-                f"{self.origin.name}: its weights have changed since the call that these logits are of: use logits before the "
-                f"optimizer's step, for example by logits.argmax(-1)"
-            )
 
     def unrecorded(self) -> Values:
         """Returns the values without gradients, which keep no graph alive."""
