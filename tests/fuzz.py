@@ -3,7 +3,8 @@
 Every case follows from a separate number. "attention": calls of a ring, against the definition
 (`tests.support.ring_cases`). "fused": the same by the fused kernels in Triton's interpreter, if Triton is installed.
 "models": models, batches and rings, against eager attention (`tests.support.random_batches`). "cache": calls with a
-`PatternCache`, against a cache of all rows (`tests.support.cache_cases`). A case that fails prints the line that repeats it
+`PatternCache`, against a cache of all rows (`tests.support.cache_cases`). "layers": programs that change the output layer
+between a call and the use of its logits (`tests.support.changed_layers`). A case that fails prints the line that repeats it
 and its error, and the others go on; the exit status is 1 if there was any.
 """
 
@@ -26,6 +27,7 @@ from tqdm import tqdm
 from transformers.utils import logging
 
 from tests.support.cache_cases import draw_cache_case, run_cache_case
+from tests.support.changed_layers import Program
 from tests.support.random_batches import compared, found_by
 from tests.support.random_cases import draw_case
 from tests.support.ring_cases import RingCase, draw_fused_case, draw_ring_case
@@ -35,6 +37,7 @@ KINDS = {
     "attention": (draw_ring_case, RingCase.run),
     "models": (draw_case, lambda case: compared(case, found_by(case))),
     "cache": (draw_cache_case, run_cache_case),
+    "layers": (Program.draw, Program.run),
 }
 if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
     KINDS["fused"] = (draw_fused_case, RingCase.run)

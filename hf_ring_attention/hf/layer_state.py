@@ -25,7 +25,9 @@ class LayerState:
 
     tensors: list[Tensor]  # its weights and buffers
     versions: list[int]  # how often each was written to
-    numbers: list[Tensor]  # of the weights, which optimizers and `.data` change without a new version; [] if nothing can
+    numbers: list[
+        Tensor
+    ]  # of the weights, which optimizers and `.data` change without a new version; [] if nothing can
     settings: tuple[list[Any], Any]  # the attributes of its modules: adapters, probabilities of dropout, hooks
     modes: list[bool]  # whether each of its modules trains
 
@@ -83,7 +85,9 @@ def _settings_of(layer: nn.Module) -> tuple[list[Any], Any]:
 
 def tensors_of(module: nn.Module) -> list[Tensor]:
     """Returns the parameters and buffers of a module, and views of weights that FSDP 1 puts there."""
-    holders = [(*inner._parameters.values(), *inner._buffers.values(), *vars(inner).values()) for inner in module.modules()]
+    holders = [
+        (*inner._parameters.values(), *inner._buffers.values(), *vars(inner).values()) for inner in module.modules()
+    ]
     return list({id(x): x for tensors in holders for x in tensors if isinstance(x, Tensor)}.values())
 
 

@@ -39,14 +39,14 @@ from .lm_loss import WithGradients, sum_in_slices
 from .values import Leaves, Origin, Values, autocast_of
 
 #: Functions of each number, whatever its token.
-_OF_NUMBERS = frozenset(
+_OF_NUMBERS = (
     "abs add bfloat16 clamp clip clone contiguous div divide double exp float half masked_fill mul multiply neg "
     "negative pow relu sigmoid square sub subtract tanh to true_divide type __rdiv__ __rsub__ __rpow__".split()
 )
 #: Functions of the hidden states of each token, with weights as further arguments.
-_OF_TOKENS = frozenset("linear layer_norm rms_norm gelu silu mish softplus leaky_relu".split())
+_OF_TOKENS = "linear layer_norm rms_norm gelu silu mish softplus leaky_relu".split()
 #: Functions that choose tokens, or arrange them in another way.
-_OF_PLACES = frozenset("__getitem__ flatten reshape view".split())
+_OF_PLACES = "__getitem__ flatten reshape view".split()
 _X: Any = Tensor
 #: Questions that need no numbers.
 _FACTS = {
@@ -68,6 +68,8 @@ _OF_CROSS_ENTROPY = itemgetter(
 )
 #: Stands for the tensor itself among the arguments of a function.
 _ITSELF = object()
+#: The answer of a rule that a function needs the whole tensor.
+_FORM: Any = object()
 
 
 @dataclass(eq=False)
@@ -133,27 +135,30 @@ class OnUse(Tensor):
         return same and self.is_ours and (memory.formed is None or self.content.head is None)
 
     def form(self) -> Tensor:
-        """Returns an ordinary tensor with the same memory, to autograd a view of this one; the memory is formed once."""
-        memory = self.memory
-        owner = memory.owner()
-        if memory.formed is None and owner is not None and owner.is_ours:
-            of_inference, plain = owner.is_inference(), saved_tensors_hooks(lambda x: x, lambda x: x)
-            # A function that is checkpointed finds it formed when it runs again.
-            kept = contextlib.nullcontext() if saved_tensor_hooks() is None else plain
-            with kept, torch.inference_mode(of_inference), torch.set_grad_enabled(owner.requires_grad):
-                formed = _in_new_memory(owner.content, memory.numbers)
-                # Whoever saved it for backward finds it unchanged.
-                with plain_tensors(), contextlib.nullcontext() if of_inference else preserved_version(owner):
-                    owner.detach_().copy_(formed)
-                    owner.node = owner.grad_fn
-                    for hook in owner.content.hooks if owner.requires_grad else ():
-                        owner.register_hook(hook)
+        """Returns an ordinary tensor with the same memory, to autograd a view of this one."""
+        owner = self.memory.owner()
+        if owner is not None and self.memory.formed is None and owner.is_ours:
+            owner._form_memory()
         with torch.inference_mode(self.is_inference()), torch.enable_grad(), plain_tensors():
             # The history of a view may be from before its owner was formed.
-            late = bool(self.deferred.inputs) and self.grad_fn is self.node and not memory.watched
+            late = bool(self.deferred.inputs) and self.grad_fn is self.node and not self.memory.watched
             base = owner if owner is not None and late else self
             result: Tensor = _ATEN.alias.default(base)
             return result if base is self else self.shown(result)
+
+    def _form_memory(self) -> None:
+        """Forms the numbers of this tensor, which is no view, and gives it their history."""
+        of_inference, plain = self.is_inference(), saved_tensors_hooks(lambda x: x, lambda x: x)
+        # A function that is checkpointed finds it formed when it runs again.
+        kept = contextlib.nullcontext() if saved_tensor_hooks() is None else plain
+        with kept, torch.inference_mode(of_inference), torch.set_grad_enabled(self.requires_grad):
+            formed = _in_new_memory(self.content, self.memory.numbers)
+            # Whoever saved it for backward finds it unchanged.
+            with plain_tensors(), contextlib.nullcontext() if of_inference else preserved_version(self):
+                self.detach_().copy_(formed)
+                self.node = self.grad_fn
+                for hook in self.content.hooks if self.requires_grad else ():
+                    self.register_hook(hook)
 
     def to_read(self) -> Tensor:
         """Returns an ordinary tensor that nobody writes into; over a ring, only its tokens travel if nothing is formed yet."""
@@ -177,8 +182,8 @@ class OnUse(Tensor):
                 return func(*args, **kwargs)
         found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, OnUse)]
         if len(found) == 1 and found[0].is_current:
-            result = _not_formed(found[0], func, args, kwargs)
-            if result is not None:
+            result = _by_rule(found[0], func, args, kwargs)
+            if result is not _FORM:
                 found[0].memory.used |= not (isinstance(result, OnUse) and result.memory is found[0].memory)
                 return result
         call = tree_map(lambda o: o.form() if isinstance(o, OnUse) else o, (args, kwargs))
@@ -189,8 +194,8 @@ class OnUse(Tensor):
         asked = args[1] if func is torch.autograd.grad else args[:1]
         if any(isinstance(x, OnUse) and x.memory.used and x.is_ours for x in tree_leaves(asked)):
             raise NotImplementedError(
-                "the gradient of hidden states or logits of a call with labels was asked for after their use: call "
-                "retain_grad() before it"
+                "the gradient of hidden states or logits was asked for after a loss was computed from them in slices: call the "
+                "model without labels, and compute the loss from its logits"
             )
         with plain_tensors():
             return func(*args, **kwargs)
@@ -245,31 +250,44 @@ def _computed(x: Any) -> Any:
     return x.shown(x.memory.formed)
 
 
-# ---- what does not form the tensor
+# ---- what does not form the tensor: rules of an `OnUse`, a function, and its arguments
 
 
-def _not_formed(x: OnUse, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns the result of a function whose argument need not be formed; None for others."""
-    name, values = getattr(func, "__name__", ""), x.deferred
-    if func is F.cross_entropy and args and args[0] is x:
-        return _cross_entropy(x, args, kwargs)
-    if func is Tensor.detach:
-        with plain_tensors():
-            return x.detach()
-    if "out" in kwargs or kwargs.get("inplace") or any(map(partial(is_, True), args)):
-        return None
-    if name in _OF_PLACES and args and args[0] is x:
-        return _of_places(x, func, args[1:], kwargs)
-    others = [o for o in tree_leaves((args, kwargs)) if isinstance(o, Tensor) and o is not x]
-    of_numbers = name in _OF_NUMBERS and all(
-        o.numel() in (1, x.shape[-1]) and o.numel() == o.shape[-1:].numel() and o.dim() <= x.dim() for o in others
-    )
-    if not of_numbers and not (values.head is None and name in _OF_TOKENS and args and args[0] is x):
-        return None
-    if values.head is not None and not values.recorded and any(o.requires_grad for o in others):
-        return None
+def _by_rule(x: OnUse, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns the result of a function whose argument need not be formed, else `_FORM`."""
+    rule = _RULES.get(getattr(func, "__name__", ""))
+    writes = "out" in kwargs or kwargs.get("inplace") or any(map(partial(is_, True), args))
+    return _FORM if rule is None or writes else rule(x, func, args, kwargs)
+
+
+def _detached(x: OnUse, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with plain_tensors():
+        return x.detach()
+
+
+def _of_tokens(x: OnUse, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Applies a function of the hidden states of each token."""
+    return _applied(x, func, args, kwargs) if x.deferred.head is None and args and args[0] is x else _FORM
+
+
+def _of_numbers(x: OnUse, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Applies a function of each number, and of tensors that are the same for all tokens."""
+    for o in _other_tensors(x, args, kwargs):
+        same_for_all = o.numel() in (1, x.shape[-1]) and o.numel() == o.shape[-1:].numel() and o.dim() <= x.dim()
+        if not same_for_all or (x.deferred.head is not None and not x.deferred.recorded and o.requires_grad):
+            return _FORM
+    return _applied(x, func, args, kwargs)
+
+
+def _other_tensors(x: OnUse, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    return [o for o in tree_leaves((args, kwargs)) if isinstance(o, Tensor) and o is not x]
+
+
+def _applied(x: OnUse, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Applies a function to this rank's hidden states, or remembers it as a step behind the output layer."""
+    values = x.deferred
     # Others may write into their tensors, before this function is applied to logits.
-    own = {id(o): o if values.head is None else o.clone() for o in others}
+    own = {id(o): o if values.head is None else o.clone() for o in _other_tensors(x, args, kwargs)}
     call = tree_map(lambda o: _ITSELF if o is x else own.get(id(o), o), (args, kwargs))
     autocast = autocast_of(values.part)
 
@@ -282,10 +300,10 @@ def _not_formed(x: OnUse, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     try:
         sample = step(values.sample, {})
     except RuntimeError:  # It is not a function of each token, or its error is right.
-        return None
+        return _FORM
     if not isinstance(sample, Tensor) or sample.shape[:-1] != values.sample.shape[:-1]:
-        return None
-    if sample is values.sample and (name != "contiguous" or x.numbers.is_contiguous()):
+        return _FORM
+    if sample is values.sample and (func.__name__ != "contiguous" or x.numbers.is_contiguous()):
         return x
     changed = replace(values, sample=sample.detach())
     if values.head is None:
@@ -295,8 +313,24 @@ def _not_formed(x: OnUse, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     return OnUse.of(replace(changed, steps=(*values.steps, step), scales=scales), x.numbers)
 
 
-def _of_places(x: OnUse, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OnUse | None:
-    """Returns chosen tokens; None if the last dimension does not stay as it is, or a token may be chosen twice."""
+def _of_places(x: OnUse, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Chooses tokens, if the last dimension stays as it is, and no token is chosen twice."""
+    numbers = _numbers_at(x, func, args[1:], kwargs) if args and args[0] is x else None
+    if numbers is None:
+        return _FORM
+    if numbers.untyped_storage().data_ptr() != x.numbers.untyped_storage().data_ptr():
+        repeated = len(numbers.unique()) != numbers.numel()
+        return _FORM if repeated else OnUse.of(x.deferred, numbers)
+    if numbers.shape == x.numbers.shape:  # Models without logits_to_keep keep all.
+        return x if torch.is_grad_enabled() or not x.requires_grad else x.detach()
+    with plain_tensors():
+        view: OnUse = func(*args, **kwargs)
+        view.content, view.node = x.deferred, view.grad_fn
+    return view
+
+
+def _numbers_at(x: OnUse, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Returns the numbers of the tokens that a function chooses; None if it changes the last dimension."""
     keys = args[0] if args and isinstance(args[0], tuple) else args
     try:
         if func is not Tensor.__getitem__:
@@ -304,36 +338,26 @@ def _of_places(x: OnUse, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
             shown = func(x.numbers.to("meta")[..., None].expand(x.shape), *args, **kwargs)
             if shown.dim() < 2 or shown.shape[-1] != x.shape[-1] or shown.stride(-1) != 0:
                 return None
-            numbers = x.numbers.reshape(shown.shape[:-1])
-        elif len(keys) < x.dim() and not any(key is ... for key in keys):
-            numbers = x.numbers[keys]
-        elif isinstance(keys[-1], slice) and keys[-1] == slice(None):
-            numbers = x.numbers[keys[:-1]]
-        else:
-            return None
+            return x.numbers.reshape(shown.shape[:-1])
+        if len(keys) < x.dim() and not any(key is ... for key in keys):
+            return x.numbers[keys]
+        return x.numbers[keys[:-1]] if isinstance(keys[-1], slice) and keys[-1] == slice(None) else None
     except (RuntimeError, IndexError):  # The function itself raises its error.
         return None
-    if numbers.untyped_storage().data_ptr() != x.numbers.untyped_storage().data_ptr():
-        repeated = len(numbers.unique()) != numbers.numel()
-        return None if repeated else OnUse.of(x.deferred, numbers)
-    if numbers.shape == x.numbers.shape:  # Models without logits_to_keep keep all.
-        return x if torch.is_grad_enabled() or not x.requires_grad else x.detach()  # type: ignore[return-value]
-    with plain_tensors():
-        view: OnUse = func(x, *args, **kwargs)
-        view.content, view.node = x.deferred, view.grad_fn
-    return view
 
 
-def _cross_entropy(x: OnUse, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Returns a cross entropy of logits [m, vocabulary] and labels [m], in slices; None for others."""
+def _cross_entropy(x: OnUse, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns a cross entropy of logits [m, vocabulary] and labels [m], computed in slices."""
+    if func is not F.cross_entropy or not args or args[0] is not x:
+        return _FORM
     call = inspect.signature(F.cross_entropy).bind(*args, **kwargs)
     call.apply_defaults()
     target, ignored, smoothing, reduction, *others = _OF_CROSS_ENTROPY(call.arguments)
     values = x.deferred
     if others != [None] * 3 or reduction not in ("mean", "sum"):
-        return None
+        return _FORM
     if x.dim() != 2 or target.shape != x.shape[:1] or target.is_floating_point():
-        return None
+        return _FORM
     labels = target.new_full((values.numbers.numel(),), ignored)
     labels[x.numbers.to(target.device)] = target
     total = sum_in_slices(values, labels.view(values.numbers.shape), ignored, smoothing)
@@ -341,6 +365,16 @@ def _cross_entropy(x: OnUse, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
         total.register_hook(hook)
     total = total.to(x.device, x.dtype)
     return total if reduction == "sum" else total / (target != ignored).sum().to(total.device)
+
+
+#: The rules of functions by their names. Every other function forms the tensor.
+_RULES = {
+    "cross_entropy": _cross_entropy,
+    "detach": _detached,
+    **dict.fromkeys(_OF_PLACES, _of_places),
+    **dict.fromkeys(_OF_NUMBERS, _of_numbers),
+    **dict.fromkeys(_OF_TOKENS, _of_tokens),
+}
 
 
 def values_of(x: Tensor) -> Values | None:

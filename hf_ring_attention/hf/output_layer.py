@@ -57,8 +57,6 @@ def _head(module: nn.Module, own: Callable[..., Any], states: Any, *args: Any, *
     hidden = states.deferred
     if has_hooks(module) or not (states.is_current and hidden.origin.keeps_logits):
         return forward(states.to_read())
-    if _may_change(module):
-        return forward(states.to_read())
     token = hidden.part[:1, :1].detach()
     generator = torch.cuda if token.is_cuda else torch.random
     drawn = generator.get_rng_state()
@@ -67,10 +65,14 @@ def _head(module: nn.Module, own: Callable[..., Any], states: Any, *args: Any, *
         raise NotImplementedError(
             f"{type(module).__name__} is no output layer: it makes no logits of each token by itself"
         )
-    if not torch.equal(drawn, generator.get_rng_state()):  # All uses, and the loss, have the same random numbers.
+    if not torch.equal(drawn, generator.get_rng_state()):  # The loss and all other uses have the same random numbers.
         generator.set_rng_state(drawn)
         with _same_random_numbers(hidden.origin.ring, token.device):
             return forward(states.to_read())
+    # Programs give such a layer other adapters or weights behind a call. If it learns in the call, its loss is in slices all
+    # the same, and its logits are refused behind a change.
+    if not (running().on_use or sample.requires_grad) and (any(module.children()) or has_given_weights(module)):
+        return forward(states.to_read())
     values = replace(
         hidden,
         head=module,
@@ -82,16 +84,6 @@ def _head(module: nn.Module, own: Callable[..., Any], states: Any, *args: Any, *
     )
     states.memory.used = True
     return OnUse.of(values, states.numbers)
-
-
-def _may_change(module: nn.Module) -> bool:
-    """Returns whether to form logits at once, since programs give such a layer other adapters or weights behind its call.
-
-    A layer that learns in this call has its loss in slices all the same: its logits are then refused behind a change.
-    """
-    if running().on_use or (torch.is_grad_enabled() and any(x.requires_grad for x in module.parameters())):
-        return False
-    return next(module.children(), None) is not None or has_given_weights(module)
 
 
 @contextmanager

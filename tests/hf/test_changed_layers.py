@@ -1,51 +1,17 @@
 """Logits that are formed later are those of the layer as it was in the call: equal to the stock model's, or refused."""
 
 import contextlib
-import copy
-import random
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_ring_attention as ra
+from tests.hf.alike import assert_alike
+from tests.support.changed_layers import BATCH, IDS, REFUSED, Program, made
 from tests.support.ranks import on_ranks
-from tests.support.tolerance import assert_exact, float64
-
-CONFIG = LlamaConfig(
-    vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    max_position_embeddings=64, pad_token_id=0,
-)  # fmt: skip
-IDS = torch.randint(3, 97, (2, 20), generator=torch.Generator().manual_seed(0))
-BATCH = {"input_ids": IDS, "labels": IDS}
-LORA = {"r": 2, "init_lora_weights": False}
-HEADS = {
-    "plain": None,
-    "LoRA": LoraConfig(target_modules=["q_proj", "lm_head"], **LORA),
-    "dropout": LoraConfig(target_modules=["q_proj", "lm_head"], lora_dropout=0.4, **LORA),
-    "DoRA": LoraConfig(target_modules=["q_proj", "lm_head"], use_dora=True, **LORA),
-    "a copy": LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], **LORA),
-}
-
-
-def made(head="plain"):
-    """A model with such an output layer, the same at every call."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = LlamaForCausalLM._from_config(copy.deepcopy(CONFIG), attn_implementation="eager")
-        if HEADS[head] is not None:
-            model = get_peft_model(model, copy.deepcopy(HEADS[head]))
-            model.add_adapter("other", copy.deepcopy(HEADS[head]))
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.add_(0.1 * torch.randn_like(weight))
-    return model.eval()
-
-
-def head_of(model):
-    return model.get_output_embeddings()
+from tests.support.tolerance import assert_exact
 
 
 def called(model, **more):
@@ -65,9 +31,7 @@ def with_another_adapter(model):
 
 
 def with_given_weights(model):
-    names = [name for name, _ in model.named_parameters()]
     given = {name: 1.1 * x.detach() for name, x in model.named_parameters()}
-    assert names
     return torch.func.functional_call(model, given, kwargs=BATCH).logits
 
 
@@ -110,7 +74,6 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize(("program", "head", "unrecorded_answer", "recorded_answer"), PROGRAMS)
 def test_logits_of_the_layer_in_the_call(program, head, unrecorded_answer, recorded_answer, recorded):
@@ -123,8 +86,70 @@ def test_logits_of_the_layer_in_the_call(program, head, unrecorded_answer, recor
     expected = work(made(head))
 
     def on_a_rank(ring, model):
-        with contextlib.nullcontext() if answer == "equal" else pytest.raises(RuntimeError, match="changed after the call"):
+        with contextlib.nullcontext() if answer == "equal" else pytest.raises(RuntimeError, match=REFUSED):
             assert_exact(work(model), expected)
 
     for world_size in (1, 2):
         on_ranks(on_a_rank, lambda: made(head), world_size)
+
+
+@pytest.mark.parametrize("number", range(24))
+def test_random_programs(number):
+    """`make fuzz` runs others."""
+    Program.draw(number).run()
+
+
+def trained_with_divergence(rank, world_size, rings, patched=True):
+    """Losses and divergences of a program that keeps a model close to itself without adapters, and its weights in the end.
+
+    Each of the rings has other rows; a model that is not patched gets the rows of all.
+    """
+    model = made("LoRA")
+    size = world_size // rings
+    if patched:
+        groups = [dist.new_group([*range(first, first + size)]) for first in range(0, world_size, size)]
+        model = ra.patch_model(model, ring=ra.Ring(groups[rank // size]))
+    weights = {name: x for name, x in model.named_parameters() if x.requires_grad}
+    optimizer, logs = torch.optim.AdamW(weights.values(), lr=0.01, fused=True), []
+    for step in range(3):
+        for part in [rank // size] if patched else range(rings):
+            ids = (IDS + step + 7 * part) % 94 + 3
+            output = model(input_ids=ids, labels=ids)
+            with torch.no_grad(), model.disable_adapter():
+                reference = model(input_ids=ids, labels=ids)
+            predicted, expected = (x.logits[:, :-1].log_softmax(-1) for x in (output, reference))
+            divergence = F.kl_div(expected, predicted, log_target=True, reduction="batchmean")
+            (output.loss + 0.1 * divergence).backward()
+            logs.append(torch.stack([torch.tensor(part), output.loss.detach(), divergence.detach()]))
+        for x in weights.values():
+            if patched:
+                dist.all_reduce(x.grad)
+            x.grad /= world_size if patched else rings
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack(logs), {name: x.detach() for name, x in weights.items()}
+
+
+@pytest.mark.parametrize(("world_size", "rings"), [(1, 1), (2, 1), (4, 2)])
+def test_a_divergence_from_the_model_without_adapters(ranks, world_size, rings):
+    logs, weights = trained_with_divergence(0, 1, rings, patched=False)
+    assert abs(logs[-1, 2]) > 1e-3
+    for rank, (found, found_weights) in enumerate(ranks.run(trained_with_divergence, world_size, world_size, rings)):
+        assert_alike(found, logs[logs[:, 0] == rank // (world_size // rings)])
+        assert_alike(found_weights, weights)
+
+
+def losses_with_dropout(rank):
+    """The loss of a call whose output layer drops numbers, and the loss of its logits."""
+    model = ra.patch_model(made("dropout"), ring=ra.Ring()).train()
+    torch.manual_seed(rank)
+    output = model(**BATCH)
+    return output.loss.detach(), F.cross_entropy(output.logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()).detach()
+
+
+def test_dropout_in_the_output_layer(ranks):
+    """All ranks, and all uses of a call, drop the same numbers."""
+    losses = [x for found in ranks.run(losses_with_dropout, 2) for x in found]
+    assert_alike(losses, losses[:1] * 4)
+    kept = made("dropout").eval()(**BATCH).loss
+    assert abs(losses[0] - kept) > 1e-3
