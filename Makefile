@@ -31,7 +31,7 @@ test: $(READY_TO_TEST)
 	PYTHONHASHSEED=0 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # The same tests, with all cases, and the oldest releases that pyproject.toml allows, in an environment of its own.
-TORCH_MIN ?= torch==2.9.0
+TORCH_MIN ?= torch==2.11.0
 VENV_MIN ?= .venv-min
 BIN_MIN := $(VENV_MIN)/bin
 READY_MIN := $(VENV_MIN)/.installed-$(subst /,-,$(subst =,,$(TORCH_MIN)))

@@ -178,9 +178,7 @@ def load_model(args: argparse.Namespace, ring: ra.Ring) -> Any:
     """Returns the model to train, under its pattern and over the ring."""
     model = common.load_model(args.model, trust=args.trust_remote_code)
     if args.checkpointing:
-        options = {"use_reentrant": False, "context_fn": ra.keep_attention}
-        # Transformers 5.23 gave it a new name, and warns of the old one.
-        (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)(options)
+        model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": ra.keep_attention})
     if args.lora:
         model = common.add_lora(model, args.lora)
     return ra.patch_model(model, load_pattern(args.pattern), ring=ring)

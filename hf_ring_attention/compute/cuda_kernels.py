@@ -53,9 +53,8 @@ class CudaFlash:
         return added((dq, dk, dv), sums)
 
 
-#: Returns "FA3" or "FA4" if `torch.nn.attention.activate_flash_attention_impl` (since torch 2.11) has put it in the place of
-#: FlashAttention-2.
-torch_flash: Callable[[], str | None] = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
+#: Returns "FA3" or "FA4" if `torch.nn.attention.activate_flash_attention_impl` has put it in the place of FlashAttention-2.
+torch_flash: Callable[[], str | None] = torch.nn.attention.current_flash_attention_impl
 
 
 def _by_token(x: Tensor, width: int, call: KernelCall) -> Tensor:
@@ -158,7 +157,7 @@ class Cudnn:
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, call.shape == "causal", False, scale=call.scale
         )
-        return merged((out, lse.reshape(out.shape[:3])), totals)  # [T, H, Lq, 1] since torch 2.9
+        return merged((out, lse.squeeze(-1)), totals)
 
     def backward(self, dout: Tensor, saved: Saved, call: KernelCall, sums: Gradients | None = None) -> Gradients:
         q, k, v = (_aligned(x, x.shape[-1]) for x in saved[:3])

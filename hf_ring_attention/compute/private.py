@@ -225,15 +225,6 @@ def is_stateful(model_class: Any) -> bool:
     return bool(model_class._is_stateful)
 
 
-def checkpoint_activations(model: Any, options: dict[str, Any] | None = None) -> None:
-    """Makes a model compute activations again in backward; `options` are arguments of torch's checkpoint.
-
-    Transformers 5.23 renamed this method, and warns of the old name.
-    """
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable(options)
-
-
 def may_checkpoint(model: nn.Module) -> list[nn.Module]:
     """Returns the modules of a model that have a function to checkpoint their forward pass."""
     return [x for x in model.modules() if "checkpoint_fn" in vars(x) or "_gradient_checkpointing_func" in vars(x)]

@@ -46,8 +46,7 @@ def tokens_skipped(cache: Cache | None) -> tuple[int, ...]:
 
     Layers that draft tokens (`use_mtp` of generate) read later tokens than the model does, and never have keys of the first.
     """
-    offset_of = getattr(type(cache), "get_query_offset", None)
-    if cache is None or offset_of is getattr(Cache, "get_query_offset", None):
+    if cache is None or type(cache).get_query_offset is Cache.get_query_offset:
         return ()
     layers: Any = cache.layers
     return tuple(cache.get_mask_sizes(1, n)[1] - layer.get_mask_sizes(1)[1] for n, layer in enumerate(layers))
@@ -73,15 +72,11 @@ class ShardedLayer(DynamicLayer):
         raise ValueError("a sharded cache cannot be filled again: make another one with ra.prefill")
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last `-tokens_to_remove` tokens. A positive number is the length to keep, as in earlier Transformers."""
-        if self.keys is None:  # This layer takes the keys of another layer.
-            return
-        count = -tokens_to_remove if tokens_to_remove <= 0 else self.get_seq_length() - tokens_to_remove
-        if count > self.later:
+        """Removes the last `-tokens_to_remove` tokens."""
+        if self.keys is not None and -tokens_to_remove > self.later:  # Without keys, the layer takes those of another.
             kept = f"a sharded cache keeps the {self.layout.seq_len} tokens it was filled with"
-            raise ValueError(f"{kept}: {self.later} came after them, and {count} cannot be removed")
-        if count > 0 and self.values is not None:
-            self.keys, self.values = self.keys[..., :-count, :], self.values[..., :-count, :]
+            raise ValueError(f"{kept}: {self.later} came after them, and {-tokens_to_remove} cannot be removed")
+        DynamicLayer.crop(self, tokens_to_remove)
 
 
 class ShardedCache(Cache):

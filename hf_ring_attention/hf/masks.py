@@ -101,7 +101,6 @@ def ring_dilated_mask(
     with nullcontext() if now is None else refusals_of_all(now.ring):
         causal, own, packed = _read_mask_function(mask_function, config)  # Other ranks may have no block.
     layout, held = (None, None) if now is None else (now.layout, now.held)
-    kv_length, kv_offset = int(kv_length), int(kv_offset)  # Some caches of Transformers 5.17 count in tensors.
     # Causal queries are the last tokens that are written.
     written = int(q_offset) + q_length - kv_offset if causal else kv_length
     documents, valid = None, None

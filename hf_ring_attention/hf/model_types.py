@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-#: The first release of Transformers whose mixers are known: in earlier releases they have other names, caches and calls.
-MIXERS_SINCE = "5.23"
-
 #: The class of the mixers of each hybrid type that is computed: modules that pass a state from token to token (mixers.py).
 MIXERS = {
     "bailing_hybrid": "BailingHybridDeltaAttention",

@@ -209,13 +209,14 @@ class PatternCache(Cache):
     # ---- batch rows and lengths
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last `-tokens_to_remove` tokens. A positive number is the length to keep, as in earlier Transformers.
+        """Removes the last `-tokens_to_remove` tokens.
 
         Raises:
-            ValueError: rows that the remaining tokens see have been dropped.
+            ValueError: a positive number; or rows that the remaining tokens see have been dropped.
         """
-        seen = max((layer.seen for layer in self._pattern_layers), default=0)
-        count = -tokens_to_remove if tokens_to_remove <= 0 else max(0, seen - tokens_to_remove)
+        if tokens_to_remove > 0:
+            raise ValueError(f"PatternCache: crop takes minus the number of tokens to remove, got {tokens_to_remove}")
+        seen, count = max((layer.seen for layer in self._pattern_layers), default=0), -tokens_to_remove
         length = max(0, seen - count)
         lengths = self._positions_at(length)
         document = None if self.document is None else self._positions_at(self.document)

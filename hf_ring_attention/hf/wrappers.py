@@ -199,18 +199,16 @@ def head_shard(module: nn.Module, query: Tensor, key: Tensor) -> tuple[int, int]
     return mesh.get_local_rank(), size
 
 
-def tensor_parallel_mesh(module: nn.Module, unnamed: bool | None = None) -> DeviceMesh | None:
+def tensor_parallel_mesh(module: nn.Module, unnamed: bool = False) -> DeviceMesh | None:
     """Returns the mesh of the ranks among which tensor parallelism divides the weights of a module; None if it does not.
 
-    Earlier releases of Transformers give this mesh no name, and neither has the usual mesh of FSDP. None for `unnamed` accepts
-    a mesh without a name in a model that Transformers has divided.
+    The usual mesh of FSDP has no name: `unnamed` also accepts such a mesh.
     """
     meshes = [weight.device_mesh for weight in module.parameters() if isinstance(weight, DTensor)]
     named = next((mesh for mesh in meshes if _NAME in (mesh.mesh_dim_names or ())), None)
     if named is not None:
         return named if named.ndim == 1 else named[_NAME]
-    divided = (getattr(module, "tp_size", None) or 1) > 1 if unnamed is None else unnamed
-    return next((mesh for mesh in meshes if divided and mesh.ndim == 1 and mesh.mesh_dim_names is None), None)
+    return next((mesh for mesh in meshes if unnamed and mesh.ndim == 1 and mesh.mesh_dim_names is None), None)
 
 
 def check_ring(model: nn.Module, ring: Ring) -> None:

@@ -9,9 +9,7 @@ import copy
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
-from torch.torch_version import TorchVersion
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     Cache,
@@ -23,7 +21,7 @@ from transformers.cache_utils import (
 
 from ..hf.cache import ShardedCache, ShardedLayer
 from ..hf.kept_rows import Shared
-from ..hf.model_types import MIXERS, MIXERS_SINCE
+from ..hf.model_types import MIXERS
 from ..hf.pattern_layer import PatternLayer
 from ..hf.wrappers import decoder_of
 from ..plan.layouts import SequenceLayout
@@ -40,11 +38,6 @@ def mixers_of(model: nn.Module, config: PretrainedConfig) -> list[tuple[str, nn.
 def checked_mixers(model: PreTrainedModel) -> tuple[str, ...]:
     """Returns the paths of a model's mixers in its text model; refuses releases of Transformers with other mixers."""
     config = model.config.get_text_config()
-    if TorchVersion(transformers.__version__) < TorchVersion(MIXERS_SINCE):
-        raise NotImplementedError(
-            f"{type(model).__name__} is a hybrid, whose mixers are known since Transformers {MIXERS_SINCE}, and "
-            f"{transformers.__version__} is installed: upgrade it, or use 'sdpa' or 'eager'"
-        )
     mixers = mixers_of(decoder_of(model), config)
     if not mixers:
         raise NotImplementedError(
@@ -165,12 +158,9 @@ class ShardedHybridCache(ShardedCache):
         self._kept = [copy.deepcopy((layer.conv_states, layer.recurrent_states)) for layer in self._recurrent()]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last `-tokens_to_remove` tokens, which are all tokens after the prefilled row, or none.
-
-        A positive number is the length to keep, as in earlier releases of Transformers.
-        """
+        """Removes the last `-tokens_to_remove` tokens, which are all tokens after the prefilled row, or none."""
         length = self.get_seq_length()
-        remaining = length + tokens_to_remove if tokens_to_remove <= 0 else min(length, tokens_to_remove)
+        remaining = length + tokens_to_remove
         if remaining not in (length, self.layout.seq_len):
             raise ValueError(
                 f"a sharded cache with states of recurrent layers goes back to the {self.layout.seq_len} tokens it was filled "

@@ -88,8 +88,7 @@ def define(
     """
     name = schema.partition("(")[0]
     # A replayed CUDA graph would repeat the plan of the first batch, and send no messages.
-    unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
-    _LIBRARY.define(schema, tags=() if unsafe is None else (unsafe,))
+    _LIBRARY.define(schema, tags=(torch.Tag.cudagraph_unsafe,))
     _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     if fake is not None:
         torch.library.register_fake(f"hf_ring_attention::{name}", fake, lib=_LIBRARY)

@@ -54,7 +54,7 @@ class RingTrainingArguments(TrainingArguments):
         ring_heads: with "heads", how many neighbouring processes exchange heads; None for all of a ring.
         ring_kernel: "auto", "fused", "flash", "cudnn", "efficient" or "math", as for `Ring`.
         offload_activations: whether tensors that the forward pass saves wait in host memory; with
-            activation_checkpointing (gradient_checkpointing before Transformers 5.23), these are the inputs of the layers.
+            activation_checkpointing, these are the inputs of the layers.
         ring_keep_attention: whether checkpointing keeps the results of attention (`ra.keep_attention`), so that backward
             recomputes layers without attention and its messages.
 
@@ -71,12 +71,6 @@ class RingTrainingArguments(TrainingArguments):
     ring_kernel: str = field(default="auto", metadata={"help": "auto, fused, flash, cudnn, efficient or math"})
     offload_activations: bool = field(default=False, metadata={"help": "keep saved activations in host memory"})
     ring_keep_attention: bool = field(default=True, metadata={"help": "checkpointing keeps the results of attention"})
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this process: "cpu" and not "cpu:0", to which Trainer of Transformers 5.17 cannot load an optimizer."""
-        device: torch.device = super().device
-        return torch.device("cpu") if device.type == "cpu" else device
 
 
 class RingTrainerMixin(_Trainer):

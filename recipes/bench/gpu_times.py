@@ -220,13 +220,10 @@ def checked_times(attend: Any, pattern: str, tensors: Sequence[Tensor], flops: f
 def flash(report: Report) -> None:
     """Times FlashAttention 3 and 4 where they are installed, by torch, by this package and under flex_attention."""
     tokens, shape, rows = 512 if report.small else 32768, report.shape, report.figures["flash"]
-    activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
-    if activate is None:
-        return report.note("left out", "FA3, FA4", f"torch 2.11 activates them, and this is torch {torch.__version__}")
     tensors, window = as_models_store(shape, tokens), "window:512+4"
     for name in ("FA3", "FA4"):
         try:
-            activate(name)
+            torch.nn.attention.activate_flash_attention_impl(name)
         except (ImportError, RuntimeError, ValueError) as error:  # Not installed, not for this GPU, unknown to torch.
             report.note("left out", name, f"{type(error).__name__}: {error}")
             continue

@@ -92,9 +92,9 @@ def model_of(
     few |= {"hidden_size": width, "intermediate_size": 3 * width, **heads, "max_position_embeddings": tokens}
     with torch.device(shape.device):
         model = LlamaForCausalLM(LlamaConfig(**few | sizes, use_cache=False)).to(getattr(torch, shape.dtype)).train()
-    if checkpointing:  # Transformers 5.23 renamed it.
+    if checkpointing:
         options = {"use_reentrant": False} | ({"context_fn": ra.keep_attention} if keep_attention else {})
-        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(options)
+        model.activation_checkpointing_enable(options)
     return model
 
 

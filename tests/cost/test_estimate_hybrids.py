@@ -8,7 +8,6 @@ from transformers import AutoModelForCausalLM
 
 import hf_ring_attention as ra
 from hf_ring_attention.cli import main as cli
-from hf_ring_attention.compute.private import checkpoint_activations
 from hf_ring_attention.cost.questions import longest_sequence, next_switches, smallest_ring
 from hf_ring_attention.cost.shape import shape_of_model
 from hf_ring_attention.hf.model_types import MIXERS
@@ -17,9 +16,6 @@ from hf_ring_attention.hybrids.models import mixers_of
 from tests.support.tiny_models import VOCAB, tiny_config
 
 from ..support.live_bytes import LiveBytes
-from ..support.releases import needs_mixers
-
-pytestmark = needs_mixers
 
 
 @pytest.mark.parametrize("model_type", MIXERS)
@@ -51,7 +47,7 @@ def test_an_estimate_is_at_most_the_peak_of_a_real_step(model_type):
     with LiveBytes() as live:
         model = AutoModelForCausalLM.from_config(config).float().train()
         ra.patch_model(model, "exact", ring=ra.Ring.alone())
-        checkpoint_activations(model)
+        model.activation_checkpointing_enable()
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         live.peak = 0
         for _ in range(2):  # The optimizer has its state from the first step on.

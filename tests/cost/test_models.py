@@ -16,7 +16,7 @@ from hf_ring_attention.plan.branches import Segment, Window
 from hf_ring_attention.plan.patterns import Pattern
 
 from ..support.checkpoints import save_calibration
-from ..support.releases import needs_mixers, what_lacks
+from ..support.releases import what_lacks
 from ..support.tiny_models import tiny_config
 
 
@@ -180,7 +180,6 @@ DELTA |= {"linear_conv_kernel_dim": 4}
 LETTERS = {"hybrid_override_pattern": "M-M*E", "num_hidden_layers": 5, "mamba_num_heads": 8, "mamba_head_dim": 16}
 
 
-@needs_mixers
 @pytest.mark.parametrize(
     ("config", "attending", "mixing"),
     [

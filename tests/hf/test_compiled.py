@@ -11,12 +11,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import hf_ring_attention as ra
-from hf_ring_attention.compute.private import checkpoint_activations
 from hf_ring_attention.hf import graph
 from hf_ring_attention.hf.join import NotFormed
 from hf_ring_attention.hf.wrappers import attachment_of
 from tests.support.ranks import RankPool
-from tests.support.releases import skip_without
 from tests.support.tiny_models import tiny_model
 from tests.support.tolerance import EXACT, distance, gradients_distance
 from tests.support.training import tiny_llama
@@ -198,7 +196,7 @@ def test_checkpointed_layers(kept, monkeypatch):
     expected = step(model, model, batch(40, "plain"))
     assert len(passes) == 2
     options = {"use_reentrant": False, **({"context_fn": ra.keep_attention} if kept else {})}
-    checkpoint_activations(model, options)
+    model.activation_checkpointing_enable(options)
     for call in (model, compiled(model)[0]):
         passes.clear()
         same(step(call, model, batch(40, "plain")), expected)
@@ -255,7 +253,6 @@ def test_rows_without_a_plain_mask():
 @pytest.mark.parametrize("model_type", ["gpt_oss", "afmoe"])
 def test_gaps_in_models_whose_masks_know_no_positions(model_type):
     """They begin no document there, as without a graph."""
-    skip_without(model_type)
     model, row = ra.patch_model(tiny_model(model_type, "eager").double()), batch(32, "plain")["input_ids"]
     inputs = {
         "input_ids": row,

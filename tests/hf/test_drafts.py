@@ -7,7 +7,6 @@ from transformers import AutoModelForCausalLM, cache_utils, modeling_layers
 import hf_ring_attention as ra
 from hf_ring_attention.hf.config import warn_once
 from tests.hf.alike import assert_alike, logits, refused
-from tests.support.releases import at_least
 from tests.support.tiny_models import VOCAB, tiny_model, with_large_weights
 from tests.support.tolerance import EXACT, distance
 
@@ -118,7 +117,6 @@ def test_a_layer_without_a_pattern_is_refused():
     assert torch.equal(logits(ra.patch_model(one), ids(40)), logits(rest, ids(40)))
 
 
-@pytest.mark.skipif(not at_least("transformers", "5.23"), reason="this Transformers names its mixers otherwise")
 def test_patterns_by_layer_of_layers_without_numbers_are_refused():
     """The layers of zamba share one attention, which took the pattern of all layers."""
     model = ra.patch_model(tiny_model("zamba", "eager"))

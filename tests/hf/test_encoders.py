@@ -14,7 +14,6 @@ from hf_ring_attention.hf.wrappers import runner_of
 from ..support.neighbours import built
 from ..support.probe import BATCHES, batch, distance
 from ..support.ranks import on_ranks
-from ..support.releases import skip_without
 from ..support.tiny_models import tiny_config
 from ..support.tolerance import EXACT, largest
 from .alike import refused
@@ -74,7 +73,6 @@ def worst(found, expected):
 @pytest.mark.parametrize("kind", BATCHES)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_tiny_encoders(model_type, kind):
-    skip_without(model_type)
     model = tiny_encoder(model_type)
     inputs, valid = rows_of(model, kind)
     expected = expected_of(model, inputs, valid, kind)

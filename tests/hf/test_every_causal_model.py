@@ -12,7 +12,6 @@ from hf_ring_attention.hf.models import release_of_table
 from hf_ring_attention.hf.support import check_config
 
 from ..support.probe import batch, survey
-from ..support.releases import at_least
 from ..support.tiny_models import CAUSAL_TYPES, NOT_BUILT, tiny_model
 from ..survey import models_page
 
@@ -26,8 +25,6 @@ def test_a_type(model_type):
 
     The table is made with one release of Transformers; another release may refuse a type that this release supports.
     """
-    if model_type == "moshi" and not at_least("transformers", "5.18"):
-        pytest.skip("without a mask, eager attention of this type is not causal in Transformers 5.17")
     found = survey(model_type)
     if transformers.__version__ == release_of_table():
         assert found == KNOWN[model_type]

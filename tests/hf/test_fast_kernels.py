@@ -19,11 +19,8 @@ from hf_ring_attention.hybrids.models import mixers_of
 
 from ..support.probe import alone, batch, errors, logits_and_gradients, over_ring
 from ..support.ranks import run_simulated
-from ..support.releases import needs_mixers
 from ..support.tiny_models import tiny_model
 from ..support.tolerance import EXACT, largest
-
-pytestmark = needs_mixers
 
 # ---- the signatures of fla 0.6, mamba-ssm 2.2 and causal-conv1d 1.7
 

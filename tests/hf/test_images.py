@@ -17,7 +17,6 @@ from tests.hf.test_whole_rows import check_over_ring
 from tests.support.neighbours import PYRAMID, built, check, logits_of, on_two_ranks
 from tests.support.probe import LOGITS, TOKENS, batch, distance, logits_and_gradients
 from tests.support.ranks import on_ranks
-from tests.support.releases import skip_without
 from tests.support.tiny_models import VOCAB, tiny, tiny_model
 
 pytestmark = pytest.mark.usefixtures("calls")
@@ -134,7 +133,6 @@ def positions_of(ids):
 @pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"])
 def test_positions_in_time_height_and_width_that_restart_begin_a_document(model_type, masked):
     """Each document sees its image and nothing of its neighbours, on one process and on a ring."""
-    skip_without(model_type)
     inputs, _ = seen(model_type)
     kinds, pixels = inputs["mm_token_type_ids"], inputs["pixel_values"].split(SEEING[model_type][2][0])
     # The second and the third are parts of a row, with an image and without.
@@ -183,7 +181,6 @@ def of_type(model_type):
 @pytest.mark.parametrize("model_type", TOKEN_TYPES)
 def test_token_types_of_text_change_nothing(model_type, kind):
     """Processors always return them, and TRL hands them on; in packed rows too."""
-    skip_without(model_type)
     name, of_text = TOKEN_TYPES[model_type]
     inputs, labels = batch(kind)
     make = functools.partial(of_type, model_type)

@@ -22,7 +22,6 @@ from hf_ring_attention.hf.masks import tokens_of
 from hf_ring_attention.hf.rows import rows_of_call
 
 from ..support.probe import TOKENS, distance
-from ..support.releases import skip_without
 from ..support.tiny_models import VOCAB, tiny_config, tiny_model
 from ..support.tolerance import EXACT
 from .alike import assert_alike, assert_on_ranks, logits, refused
@@ -88,7 +87,6 @@ def test_plain_masks():
 )
 def test_packed_as_the_collator_makes_it(model_type, how):
     """Each document gets the logits of eager attention to this document only; its positions are counted if none are passed."""
-    skip_without(model_type)
     model, row = tiny_model(model_type, "ring_dilated"), ids()
     collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True, return_tensors="pt")
     batch = collator([{"input_ids": row[0, start:stop].tolist()} for start, stop in DOCUMENTS[0]])

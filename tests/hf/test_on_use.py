@@ -34,6 +34,7 @@ from hf_ring_attention.hf.wrappers import runner_of
 from tests.hf.alike import assert_on_ranks, refused
 from tests.support.probe import batch
 from tests.support.ranks import on_ranks, run_ranks, run_simulated
+from tests.support.releases import skip_without
 from tests.support.threads import in_threads
 from tests.support.tiny_models import CAUSAL_TYPES, NOT_BUILT, tiny_config, tiny_model
 from tests.support.tolerance import EXACT, allowed, assert_exact, distance, float64
@@ -509,6 +510,7 @@ KNOWN = {x.model_type: x for x in ra.supported_models()}
 @pytest.mark.parametrize("model_type", CAUSAL_TYPES)
 def test_every_type_with_two_losses(model_type):
     """On one process and on a ring of 2, whatever the model does to its logits."""
+    skip_without(model_type)
     if model_type in NOT_BUILT or model_type not in KNOWN or KNOWN[model_type].status != "supported":
         pytest.skip("ring_dilated does not compute this type")
     inputs, labels = batch("plain")

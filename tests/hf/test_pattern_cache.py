@@ -230,7 +230,8 @@ def test_cropping():
         step(model, ids[:, n : n + 1], cache)
     cache.crop(-10)
     assert distance(step(model, ids[:, 24:30], cache), model(ids[:, :30]).logits[:, 24:]) <= EXACT
-    cache.crop(27)  # the length to keep, as in earlier releases of Transformers
+    cache.crop(27 - 30)
+    refused("crop takes minus the number of tokens to remove, got 27", cache.crop, 27)
     assert cache.get_seq_length() == 27
     assert distance(step(model, ids[:, 27:28], cache), model(ids[:, :28]).logits[:, 27:]) <= EXACT
     cache.reset()

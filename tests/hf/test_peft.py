@@ -17,7 +17,6 @@ from peft import (
 from transformers import LlamaConfig
 
 import hf_ring_attention as ra
-from hf_ring_attention.compute.private import checkpoint_activations
 from hf_ring_attention.hf.cache import cache_argument
 from hf_ring_attention.hf.config import warn_once
 from hf_ring_attention.plan.patterns import warn_of_version_0_2
@@ -259,7 +258,7 @@ def test_a_learned_prefix_over_a_ring(prefix):
 
 
 def checkpointed(model, use_reentrant):
-    checkpoint_activations(model, {"use_reentrant": use_reentrant})
+    model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
     if use_reentrant:
         model.enable_input_require_grads()
     return model.train()

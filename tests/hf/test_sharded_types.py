@@ -12,7 +12,6 @@ from hf_ring_attention.hf.wrappers import runner_of
 
 from ..support.probe import BATCHES, GRADIENTS, LOGITS, batch, errors, logits_and_gradients, over_ring
 from ..support.ranks import on_ranks
-from ..support.releases import at_least, what_lacks
 from ..support.tiny_models import VOCAB, tiny_model
 from ..support.tolerance import EXACT
 from .alike import assert_on_ranks, refused
@@ -150,13 +149,7 @@ def test_a_model_whose_heads_do_not_divide_is_refused_by_name_on_every_rank(head
     assert_on_ranks(work, lambda: tiny_model("llama", "eager", **sizes), 0, 4, transport="heads", heads=groups_of)
 
 
-#: Types that compute this loss on one process in the oldest release, too.
-ALWAYS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss")
-WITH_EXPERTS = [
-    name
-    for name in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "granitemoe", "jamba", "qwen3_next")
-    if what_lacks(name) is None and (at_least("transformers", "5.23") or name in ALWAYS)
-]
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "granitemoe", "jamba", "qwen3_next")
 
 
 def with_routers(model_type):

@@ -18,10 +18,7 @@ from hf_ring_attention.plan.state_runs import rows_traffic, runs_of, states_traf
 from hf_ring_attention.plan.traffic import RowBytes, collective_traffic, ring_traffic
 from tests.support.live_bytes import LiveBytes
 from tests.support.ranks import on_ranks, run_simulated
-from tests.support.releases import needs_mixers
 from tests.support.tiny_models import VOCAB, tiny_config, tiny_model
-
-pytestmark = needs_mixers
 
 #: One of each kind of state, and one whose rows are gathered.
 KINDS = ["lfm2", "qwen3_next", "kimi_linear", "bamba", "jamba", "minimax"]

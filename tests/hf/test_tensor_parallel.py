@@ -15,7 +15,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 import hf_ring_attention as ra
 from hf_ring_attention.hf.cache import cache_argument
 from tests.support.ranks import run_ranks
-from tests.support.releases import at_least, what_lacks
+from tests.support.releases import at_least
 from tests.support.tiny_models import draw, tiny_model
 from tests.support.tolerance import assert_exact, float64
 
@@ -29,7 +29,7 @@ PATTERNS = (
     "branches:sink=1,window=3,last=4", BY_HEAD,
 )  # fmt: skip
 #: Norms of heads; attention sinks and sliding windows; softcap; heads that are gathered before attention; recurrent layers.
-TYPES = [name for name in ("llama", "qwen3", "gpt_oss", "gemma2", "phi3", "qwen3_next") if what_lacks(name) is None]
+TYPES = ("llama", "qwen3", "gpt_oss", "gemma2", "phi3", "qwen3_next")
 
 GREEDY = {
     "do_sample": False, "max_new_tokens": 3, "min_new_tokens": 3, "output_logits": True, "return_dict_in_generate": True,
@@ -154,7 +154,6 @@ def refused(rank, folder):
     tried(whole, lambda: ra.patch_model(loaded(folder, tp_size=2), "exact", ring=ra.Ring()))
     texts = {"texts": [torch.arange(1, 65)], "retrieval": 0, "progress": False}
     tried("tensor parallelism divides them among 2 ranks", lambda: ra.calibrate(loaded(folder, tp_size=2), **texts))
-    # Earlier releases of Transformers divide models along a mesh without a name too.
     mesh, ring = init_device_mesh("cpu", (2,)), ra.Ring()
     queries = ra.patch_model(divided_by_torch(folder, mesh, "q"), "exact")
     tried("layer 0 has 8 query heads, and this rank 4 with 4 key/value heads", lambda: queries(drawn(1, 8)))

@@ -14,7 +14,6 @@ from transformers import (
 )
 
 import hf_ring_attention as ra
-from hf_ring_attention.compute.private import checkpoint_activations
 from hf_ring_attention.hf.cache import cache_argument
 from hf_ring_attention.hf.config import warn_once
 from hf_ring_attention.hf.forward_pass import running_with
@@ -260,7 +259,7 @@ def test_checkpointed_layers(model_type, kind, use_reentrant, world_size, settin
 
     def make():
         model = model_of(AutoModelForCausalLM, model_type, "window:6+2")
-        checkpoint_activations(model, {"use_reentrant": use_reentrant})
+        model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
         return model.train()
 
     check_over_ring(make, lambda model: model(**inputs, labels=labels), world_size, **settings)

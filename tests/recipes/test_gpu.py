@@ -208,7 +208,7 @@ def test_other_implementations_are_timed_where_they_are_installed(report, monkey
 
     settings = {"activate": activate, "restore": active.clear}
     for word, function in settings.items():
-        monkeypatch.setattr(gpu.torch.nn.attention, f"{word}_flash_attention_impl", function, raising=False)
+        monkeypatch.setattr(gpu.torch.nn.attention, f"{word}_flash_attention_impl", function)
     monkeypatch.setattr(gpu_times, "flex", flex)
     gpu_times.flash(report)
     assert report.figures["left out"]["FA3"] == "ImportError: No module named 'flash_attn_interface'"
@@ -218,9 +218,6 @@ def test_other_implementations_are_timed_where_they_are_installed(report, monkey
     assert [*report.figures["wrong"]] == [by_flex["name"]] and not active
     if not gpu.CUDA:  # No CPU has the kernel, and its ring says so.
         assert {"kernel flash by FA4, exact", "kernel flash by FA4, window:512+4"} <= report.figures["left out"].keys()
-    monkeypatch.delattr(gpu.torch.nn.attention, "activate_flash_attention_impl")
-    gpu_times.flash(report)
-    assert "torch 2.11 activates them" in report.figures["left out"]["FA3, FA4"]
 
 
 def test_kernels_count_once_and_copies_not_at_all():

@@ -298,10 +298,7 @@ class FlashAttention2:
 
 
 class CudnnAttention:
-    """What cuDNN's attention computes, with signatures of torch's, in plain math; releases before 2.9 had an lse [B, H, L]."""
-
-    def __init__(self, lse_dims=4):
-        self.lse_dims = lse_dims
+    """What cuDNN's attention computes, with signatures of torch's, in plain math."""
 
     def _scaled_dot_product_cudnn_attention(
         self, query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, return_debug_mask=False, *,
@@ -309,8 +306,7 @@ class CudnnAttention:
     ):  # fmt: skip
         by_token = [x.transpose(1, 2) for x in (query, key, value)]
         out, lse = FlashAttention2.forward(*by_token, scale, is_causal, None, None)
-        lse = lse.unsqueeze(-1) if self.lse_dims == 4 else lse
-        return out.transpose(1, 2), lse, None, None, *lengths(query, key), None, None, None
+        return out.transpose(1, 2), lse.unsqueeze(-1), None, None, *lengths(query, key), None, None, None
 
     def _scaled_dot_product_cudnn_attention_backward(
         self, grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias, cum_seq_q, cum_seq_k,

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 import hf_ring_attention as ra
-from hf_ring_attention.compute.private import checkpoint_activations
 from hf_ring_attention.hf.cache import cache_argument, cache_in
 from hf_ring_attention.hf.model_types import MIXERS
 
@@ -81,7 +80,7 @@ def prepared(case: Case, model, ring):
             raise AssertionError("a square mask, which must be refused, was computed")
     model.train(case.train)
     if case.checkpointing is not None and model.supports_gradient_checkpointing:
-        checkpoint_activations(model, {"use_reentrant": case.checkpointing})
+        model.activation_checkpointing_enable({"use_reentrant": case.checkpointing})
     return model
 
 

@@ -11,7 +11,7 @@ from hf_ring_attention.plan.heads import heads_fit
 
 from .cases import random_pattern
 from .random_rows import Batch, Document, random_batch, rows_of
-from .releases import at_least, what_lacks
+from .releases import what_lacks
 from .tiny_models import HEADS, VOCAB, WIDTH, tiny_config
 
 SUPPORTED = {
@@ -235,9 +235,8 @@ def random_generation(rng, model_type, batches, patterns, prefilled):
         [{}, {}] if model_type == "minimax" else [{}, {}, {"prefill_chunk_size": 3}]
     )  # It refuses a prompt in pieces.
     if prefilled:  # there is a cache already, beside which Transformers does less
-        # Releases before this one, 5.17 too, count the chunks of a prompt from 0, as if there were no cache.
-        return rng.choice(ways if at_least("transformers", "5.23") else ways[:2])
-    if model_type not in CHUNKED:  # Transformers 5.17 makes no masks for these.
+        return rng.choice(ways)
+    if model_type not in CHUNKED:
         ways.append({"cache_implementation": "static"})
     if not patterns:  # With patterns, only greedy tokens have an expected result.
         ways.append({"num_beams": 2})

@@ -1,7 +1,6 @@
 """Random documents, and the batches that collators and users make of them, with the documents that each batch marks."""
 
 import importlib.util
-import inspect
 import itertools
 from dataclasses import dataclass, field
 from functools import cache
@@ -156,10 +155,7 @@ def flattening(rng, documents, first):
     told = rng.choice([(1, 0, 0), (1, 1, 0), (1, 0, 1), (1, 1, 1), (0, 1, 0), (0, 0, 1), (0, 1, 1)])
     names = ("return_position_ids", "return_flash_attn_kwargs", "return_seq_idx")
     settings = {name: bool(flag) for name, flag in zip(names, told)}
-    if "position_ids_start" in inspect.signature(DataCollatorWithFlattening).parameters:
-        settings["position_ids_start"] = first
-    elif first:  # Its positions would begin at 0.
-        settings |= {"return_position_ids": False, "return_flash_attn_kwargs": True}
+    settings["position_ids_start"] = first
     return DataCollatorWithFlattening(**settings)(features(documents)), str(settings)
 
 
@@ -189,8 +185,6 @@ def trl_padding(rng, documents, first):
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
     settings = {"return_position_ids": first == 0 and rng.random() < 0.5, "pad_to_multiple_of": rng.choice([None, 8])}
-    known = inspect.signature(DataCollatorForLanguageModeling).parameters  # Earlier releases have fewer.
-    settings = {name: value for name, value in settings.items() if name in known}
     return DataCollatorForLanguageModeling(PAD, **settings)(features(documents)), str(settings)
 
 

@@ -10,7 +10,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_ring_attention.compute.private import calls_the_interface
 from hf_ring_attention.hf.cache import cache_argument
-from hf_ring_attention.hf.model_types import MIXERS, MIXERS_SINCE
 
 version = functools.cache(importlib.metadata.version)  # which reads a file, for hundreds of tests
 
@@ -20,23 +19,11 @@ def at_least(package, release):
     return Version(version(package)) >= Version(release)
 
 
-def needs(package, release, what):
-    """Marks tests of `what` a package has since a release."""
-    reason = f"{what}: since {package} {release}, and {version(package)} is installed"
-    return pytest.mark.skipif(not at_least(package, release), reason=reason)
-
-
-#: Marks tests that compute hybrid models.
-needs_mixers = needs("transformers", MIXERS_SINCE, "mixers with the names and the caches that are known")
-
-
 def what_lacks(model_type):
-    """What Transformers lacks of a model type: the type, known mixers, or calls of the interface; None for nothing."""
+    """What Transformers lacks of a model type: the type, or calls of the interface; None for nothing."""
     release = f"Transformers {version('transformers')}"
     if model_type not in CONFIG_MAPPING:
         return f"{release} lacks the model type {model_type}"
-    if model_type in MIXERS and not at_least("transformers", MIXERS_SINCE):
-        return f"mixers are known since {MIXERS_SINCE}, and this is {release}"
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[model_type], None)
     if model_class is not None and not calls_the_interface(model_class):
         return f"{model_class.__name__} of {release} does not call the attention interface"

@@ -8,18 +8,13 @@ import torch.distributed as dist
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import AcceleratorState
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_ring_attention as ra
-from hf_ring_attention.compute.private import checkpoint_activations
 from tests.support.tolerance import EXACT, allowed, distance, largest
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
-#: The argument of training that recomputes activations in backward: Transformers 5.23 gave it a new name.
-CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")[
-    hasattr(TrainingArguments, "activation_checkpointing")
-]
 #: Arguments of a Trainer: plain steps on the CPU, whose figures are logged.
 PLAIN_STEPS = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "logging_steps": 1, "save_strategy": "no"}
 PLAIN_STEPS |= {"optim": "sgd", "learning_rate": 1e-2, "lr_scheduler_type": "constant", "max_grad_norm": 1e9}
@@ -140,7 +135,7 @@ def loop(
     model = tiny_llama(pattern) if model is None else model
     ra.patch_model(model, ring=ring)
     if checkpointing:
-        checkpoint_activations(model)
+        model.activation_checkpointing_enable()
     torch.manual_seed(1)
     loader = DataLoader(rows, batch_size=batch_size, shuffle=shuffle, collate_fn=collator, num_workers=workers)
     loader = ring.prepare_data_loader(loader) if sharded_loader else accelerator.prepare(loader)
@@ -229,7 +224,7 @@ def trainer(
     }
     sizes = dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), batch_size)
     sizes |= {"ring_size": ring_size, "max_steps": steps, "gradient_accumulation_steps": accumulate}
-    momentum = {"optim_args": "momentum=0.9", CHECKPOINTING: checkpointing, "seed": 1}
+    momentum = {"optim_args": "momentum=0.9", "activation_checkpointing": checkpointing, "seed": 1}
     args = ra.RingTrainingArguments(str(folder), **{**PLAIN_STEPS, **sizes, **momentum, **arguments})
     model = tiny_llama() if model is None else model
     made = trainer_class(model, args, train_dataset=rows, eval_dataset=eval_rows, data_collator=collator)

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 import hf_ring_attention as ra
 from tests.support.as_gpus import take_cpus_for_gpus
 from tests.support.ranks import RankPool, run_ranks
-from tests.support.releases import at_least, needs
 from tests.support.tolerance import EXACT
 from tests.support.training import assert_equal_runs, documents, padded, process_environment, tiny_llama, trainer
 
@@ -114,9 +113,8 @@ def by_accelerator(rank):
     ring = ra.Ring.from_accelerator(accelerator)
     assert ring.world_size == 2 and (ring.dp_rank, ring.rank) == divmod(rank, 2)
     losses = losses_of(accelerator, ring, accelerator.prepare)
-    if at_least("accelerate", "1.13"):  # Before, a process that has a ParallelismConfig can make no second Accelerator.
-        again = ra.Ring.from_accelerator(Accelerator())
-        assert (again.rank, again.world_size, again.dp_rank) == (ring.rank, ring.world_size, ring.dp_rank)
+    again = ra.Ring.from_accelerator(Accelerator())
+    assert (again.rank, again.world_size, again.dp_rank) == (ring.rank, ring.world_size, ring.dp_rank)
     return losses
 
 
@@ -140,7 +138,6 @@ def too_late(rank):
         ra.Ring.from_accelerator(accelerator)
 
 
-@needs("accelerate", "1.13", "hooks that drop the masks of a model")
 def test_a_model_that_was_prepared_before_the_ring_is_refused():
     run_ranks(too_late, 2)
 

@@ -10,7 +10,6 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
 import hf_ring_attention as ra
-from hf_ring_attention.compute.private import checkpoint_activations
 from hf_ring_attention.hf import lm_loss
 from hf_ring_attention.hf.config import warn_once
 from tests.support.ranks import run_simulated
@@ -81,7 +80,7 @@ def test_it_is_the_divergence_of_a_plain_computation(model_type, kind, rng, toke
     model = student(model_type).train()
     teacher = ra.patch_model(with_large_weights(tiny_model(model_type, "ring_dilated")), "exact").eval()
     if kind == "packed":
-        checkpoint_activations(model, {"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     rows = batch(rng, kind)
     expected = plain_divergence(model, teacher, rows)
     assert float(expected.detach()) > 1e-4
@@ -109,7 +108,7 @@ def test_a_ring_learns_what_one_process_does(world_size, kind, layout, rng, toke
     def work(ring):
         model = ra.patch_model(models[ring.rank], ring=ring)
         if layout == "documents":
-            checkpoint_activations(model, {"use_reentrant": False})
+            model.activation_checkpointing_enable({"use_reentrant": False})
         loss = ra.distillation_loss(model, rows, items)
         return loss.detach(), gradients_of(model, loss)
 

@@ -12,7 +12,6 @@ from transformers import default_data_collator
 
 import hf_ring_attention as ra
 from tests.support.ranks import run_ranks
-from tests.support.releases import needs_mixers
 from tests.support.tiny_models import tiny_model
 from tests.support.training import assert_equal_runs, documents, loop, packed, padded, trainer
 
@@ -34,8 +33,7 @@ def distillation(model, batch, items):
 def case(kind, data, **settings):
     """A run by `loop` or `trainer`, its data, and its settings, which name it."""
     shown = (f"{name}={getattr(x, '__name__', x)}" for name, x in settings.items())
-    name, marks = " ".join([kind.__name__, data, *shown]), needs_mixers if "model" in settings else ()
-    return pytest.param(kind, data, settings, id=name, marks=marks)
+    return pytest.param(kind, data, settings, id=" ".join([kind.__name__, data, *shown]))
 
 
 ON_TWO = [

@@ -13,14 +13,12 @@ from transformers import Trainer, TrainingArguments, modeling_utils
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute.kept import kept_results
-from hf_ring_attention.compute.private import checkpoint_activations
 from hf_ring_attention.hf.config import warn_once
 from hf_ring_attention.ring.engine import Execution
 from hf_ring_attention.training import trainer as training
-from tests.support.releases import needs_mixers
 from tests.support.tiny_models import tiny_model
 from tests.support.tolerance import EXACT, distance
-from tests.support.training import CHECKPOINTING, PLAIN_STEPS, assert_equal_runs, documents, padded, tiny_llama, trainer
+from tests.support.training import PLAIN_STEPS, assert_equal_runs, documents, padded, tiny_llama, trainer
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
@@ -48,7 +46,7 @@ def steps(rank, transport):
         ring = ra.Ring(transport=transport)
         model = ra.patch_model(tiny_llama(), ring=ring).train()
         if options is not None:
-            checkpoint_activations(model, options)
+            model.activation_checkpointing_enable(options)
         model(**padded(ROWS)).loss.backward()  # The first step also compares calls and opens connections.
         model.zero_grad()
         ring.reset_traffic()
@@ -70,7 +68,7 @@ def test_casts_of_weights_that_autocast_keeps():
     model = ra.patch_model(tiny_llama()).train()
     found = []
     for options in (RECOMPUTED, KEPT):
-        checkpoint_activations(model, options)
+        model.activation_checkpointing_enable(options)
         with torch.autocast("cpu", torch.bfloat16):
             losses = [model(**padded(rows)).loss for rows in (ROWS[:2], ROWS[2:])]
         sum(losses).backward()
@@ -129,7 +127,7 @@ def no_contexts():
 )
 def test_checkpointing_that_cannot_keep_attention_is_told_once(options, reason, tmp_path, calls, caplog):
     with caplog.at_level(logging.WARNING, "hf_ring_attention"):
-        arguments = {f"{CHECKPOINTING}_kwargs": options, "accumulate": 1}
+        arguments = {"activation_checkpointing_kwargs": options, "accumulate": 1}
         assert computed_again(tmp_path, calls, checkpointing=True, **arguments)
     assert [reason in record.message for record in caplog.records if "attention again" in record.message] == [True]
 
@@ -137,7 +135,7 @@ def test_checkpointing_that_cannot_keep_attention_is_told_once(options, reason, 
 @pytest.mark.parametrize("options", [{"offload": True}, {"every_n_layers": 2}])
 def test_options_of_transformers(options, tmp_path, calls, monkeypatch):
     monkeypatch.setattr(modeling_utils, "save_on_cpu", lambda **_: save_on_cpu())  # It pins memory, also without a GPU.
-    arguments = {f"{CHECKPOINTING}_kwargs": {"use_reentrant": False, **options}}
+    arguments = {"activation_checkpointing_kwargs": {"use_reentrant": False, **options}}
     assert not computed_again(tmp_path, calls, checkpointing=True, **arguments)
 
 
@@ -168,7 +166,6 @@ def test_the_own_checkpointing_of_fsdp(tmp_path, calls):
     assert not computed_again(tmp_path, calls, wrapped_by_torch(tiny_llama()))
 
 
-@needs_mixers
 def test_the_own_checkpointing_of_fsdp_finds_the_documents_of_a_hybrid():
     rows, grads = {name: x.clamp(max=30) for name, x in padded(ROWS).items()}, []
     for wrap in (lambda model: model, wrapped_by_torch):
@@ -182,11 +179,11 @@ def test_the_own_checkpointing_of_fsdp_finds_the_documents_of_a_hybrid():
 def test_a_stock_trainer(options, tmp_path, calls):
     """The model gets the function beforehand: the Trainer's arguments must be JSON for loggers, without a function."""
     model = ra.patch_model(tiny_llama())
-    checkpoint_activations(model, options)
+    model.activation_checkpointing_enable(options)
     args = TrainingArguments(str(tmp_path), **PLAIN_STEPS, max_steps=1, per_device_train_batch_size=1)
     Trainer(model, args, train_dataset=ROWS, data_collator=padded).train()
     assert args.to_json_string()
     assert len(calls) == (2 if options is KEPT else 4)
-    args = TrainingArguments(str(tmp_path), **PLAIN_STEPS, **{f"{CHECKPOINTING}_kwargs": KEPT})
+    args = TrainingArguments(str(tmp_path), **PLAIN_STEPS, **{"activation_checkpointing_kwargs": KEPT})
     with pytest.raises(TypeError, match="not JSON serializable"):
         args.to_json_string()

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import hf_ring_attention as ra
-from hf_ring_attention.compute.private import checkpoint_activations
 from hf_ring_attention.hf.config import warn_once
 from tests.support.live_bytes import LiveBytes
 from tests.support.ranks import on_ranks
@@ -70,7 +69,7 @@ def test_slices_inside_of_checkpoints(reentrant):
     model, ids = tiny_llama(None).train(), tokens(1, 37)
     logits, gradients, _ = step(model, ids)
     if reentrant is not None:
-        checkpoint_activations(model, {"use_reentrant": reentrant})
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
     seen = slices_of(model)
     sliced, found, fired = step(ra.sliced_layers(model, 10), ids)
     assert_exact(sliced, logits)
@@ -404,7 +403,7 @@ def gradients_on(rank, wrap, reentrant):
     model = ra.sliced_layers(tiny_llama(None).train(), 10)
     expected = expected_gradients(ra.sliced_layers(copy.deepcopy(model), None))
     if reentrant is not None:
-        checkpoint_activations(model, {"use_reentrant": reentrant})
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
     seen, called = slices_of(model), model
     if wrap.startswith("ddp"):
         called = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=wrap == "ddp unused")

@@ -11,7 +11,6 @@ from accelerate.utils import DeepSpeedPlugin, DummyScheduler
 from torch.utils.data import DataLoader
 
 import hf_ring_attention as ra
-from hf_ring_attention.compute.private import checkpoint_activations
 from tests.support.as_gpus import NO_DEEPSPEED, deepspeed_without_operators, take_cpus_for_gpus
 from tests.support.ranks import run_ranks
 from tests.support.tolerance import EXACT
@@ -116,7 +115,7 @@ def sliced(rank):
 
     def losses(stage, tokens_at_once):
         model = ra.sliced_layers(tiny_llama(None).train(), tokens_at_once)
-        checkpoint_activations(model, {"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
         engine, found, fired = engine_of(model, stage, stage3_param_persistence_threshold=0), [], collections.Counter()
         for name, x in model.named_parameters():
             x.register_post_accumulate_grad_hook(lambda _, name=name: fired.update([name]))

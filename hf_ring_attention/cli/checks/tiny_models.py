@@ -108,9 +108,7 @@ def tiny(default: PretrainedConfig, changes: dict[str, Any]) -> PretrainedConfig
     if "kv_lora_rank" in values:  # latent attention: a key head for each query head
         settings |= {"num_key_value_heads": HEADS, "head_dim": settings["qk_rope_head_dim"]}
     settings |= {name: 0.0 for name, value in values.items() if "drop" in name and isinstance(value, float)}
-    settings |= _few_layers(values, settings)
-    if type(default).__name__ != "DbrxFFNConfig":  # In Transformers 5.17 it refuses unknown names.
-        settings |= _SPECIAL_TOKENS
+    settings |= _few_layers(values, settings) | _SPECIAL_TOKENS
     for name in default.sub_configs:
         if getattr(default, name) is not None:
             changes = {**changes, name: tiny(getattr(default, name), changes.get(name, {}))}

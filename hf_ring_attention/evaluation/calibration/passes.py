@@ -31,7 +31,6 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...compute.merge import accumulation_dtype
-from ...compute.private import checkpoint_activations
 from ...hf.attention import TAP
 from ...hf.forward_pass import Head
 from ...hf.lm_loss import IGNORED
@@ -201,7 +200,7 @@ def _tapped(model: PreTrainedModel, tap: Callable[..., None]) -> Iterator[None]:
     for module in tapped:
         setattr(module, TAP, through_tap)
     if layers:
-        checkpoint_activations(model, {"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
         for layer in layers:
             layer.training = True  # The modules inside stay in evaluation mode.
     try:
