@@ -213,6 +213,7 @@ def explain(
     itemsize, accumulated = number_bytes(dtype)
     check_choices("auto" if isinstance(layout, SequenceLayout) else layout, transport, world_size, heads)
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    pattern.check_heads(num_kv_heads, "explain")
     value_dim = head_dim if value_dim is None else value_dim
     numbers = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim}
     for name, number in (numbers | {"batch_size": batch_size}).items():

@@ -10,7 +10,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from typing import Any, ClassVar, Literal
 
@@ -72,6 +72,7 @@ class Pattern:
     overlap: Overlap = "once"
     phase_by: PhaseBy = "kv_head"
     kv_heads: tuple[Pattern, ...] = ()
+    _num_kv_heads: int | None = field(default=None, init=False, repr=False, compare=False)
 
     #: (pattern, seq_len, num_heads, num_kv_heads, causal) -> query-key pairs; `plan/__init__.py` sets it.
     count_pairs: ClassVar[Callable[[Pattern, int, int, int, bool], int]]
@@ -116,13 +117,13 @@ class Pattern:
             )
         heads = tuple(self.kv_heads)
         for head, pattern in enumerate(heads):
-            if not isinstance(pattern, Pattern) or pattern.kv_heads:
+            if not isinstance(pattern, Pattern) or pattern.num_kv_heads:
                 raise ValueError(
                     f"Pattern: kv_heads must be patterns with branches, one for each key/value head, got {pattern!r} for head "
                     f"{head}"
                 )
-        same = {"kv_heads": heads} if len({*heads}) > 1 else vars(heads[0])  # Heads that are the same need no heads.
-        for name, value in same.items():
+        same = {"kv_heads": heads} if len({*heads}) > 1 else vars(heads[0])  # One plan serves heads that are the same.
+        for name, value in {**same, "_num_kv_heads": len(heads)}.items():
             object.__setattr__(self, name, value)
 
     @classmethod
@@ -133,7 +134,7 @@ class Pattern:
         arXiv 2410.10819).
 
         Args:
-            patterns: the pattern of each key/value head, or its text; if all are the same, this pattern is returned.
+            patterns: the pattern of each key/value head, or its text. The result is only for models with this number of heads.
 
         Raises:
             ValueError: no patterns, or a pattern that differs by heads itself.
@@ -152,18 +153,18 @@ class Pattern:
 
     @property
     def num_kv_heads(self) -> int | None:
-        """The number of key/value heads with separate patterns; None if all heads have the same branches."""
-        return len(self.kv_heads) or None
+        """The number of key/value heads that the pattern names, also if all have the same branches; None if it names none."""
+        return self._num_kv_heads
 
     def of_kv_head(self, kv_head: int) -> Pattern:
         """Returns the pattern of a key/value head."""
-        return self.kv_heads[kv_head] if self.kv_heads else self
+        return self.kv_heads[kv_head] if self.kv_heads else replace(self)  # without a number of heads
 
     def check_heads(self, num_kv_heads: int, whose: str) -> None:
         """Refuses another number of key/value heads than the pattern has."""
-        if self.kv_heads and len(self.kv_heads) != num_kv_heads:
+        if self.num_kv_heads not in (None, num_kv_heads):
             raise ValueError(
-                f"the pattern {self} is for {len(self.kv_heads)} key/value heads, and {whose} has {num_kv_heads}: give one "
+                f"the pattern {self} is for {self.num_kv_heads} key/value heads, and {whose} has {num_kv_heads}: give one "
                 f"pattern for each"
             )
 
@@ -311,7 +312,8 @@ class Pattern:
         """Returns the pattern's text, such as "pyramid:512,3"; `parse` reads it back."""
         if self.kv_heads:
             return notation.write_heads([str(pattern) for pattern in self.kv_heads])
-        return notation.write(self.branches, self.overlap, self.phase_by)
+        text = notation.write(self.branches, self.overlap, self.phase_by)
+        return notation.write_heads([text] * self.num_kv_heads) if self.num_kv_heads else text
 
     @classmethod
     def parse(cls, text: str) -> Pattern:
@@ -361,7 +363,8 @@ def _of_version_0_2(d: Mapping[str, Any]) -> Pattern:
         for head in heads:
             branches = map(dict, head["branches"])
             head["branches"] = tuple(BRANCHES[branch.pop("type")](**branch) for branch in branches)
-        pattern = Pattern.by_kv_head([Pattern(**head) for head in heads])
+        made = [Pattern(**head) for head in heads]
+        pattern = Pattern.by_kv_head(made) if "kv_heads" in d else made[0]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"Pattern.from_dict: expected {{'pattern': TEXT}}, or a dict of version 0.2, got keys {sorted(map(str, d))}: "

@@ -82,6 +82,7 @@ def planned_call(
             recorded_in_graph is not None,
             outside(ring),
         )
+        call.pattern.check_heads(k.shape[1] * head_shard[1], "k")
         planned = ring.planned.find(call)
     except REFUSALS as error:
         refused = error
@@ -277,7 +278,6 @@ def _problem(call: Call, ring: Ring) -> Problem:
     (batch, heads, n, _), (_, kv_heads, key_rows, _) = call.q.shape, call.k.shape
     if not 0 <= shard < shards:
         raise ValueError(f"ring_attention: head_shard must be (i, t) with 0 <= i < t, got {call.head_shard}")
-    call.pattern.check_heads(kv_heads * shards, "k")
     if held is not None:
         layout = held.layout
         if (n, key_rows) != (held.num_queries, held.num_rows):

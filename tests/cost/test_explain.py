@@ -100,6 +100,7 @@ def test_reference_case(pattern, received, kind, transport):
         ({"seq_len": 0}, "seq_len must be an integer of at least 1, got 0"),
         ({"world_size": 0}, "world_size must be an integer of at least 1, got 0"),
         ({"num_heads": 3, "num_kv_heads": 2}, "multiple of the number of key/value heads, got 3 and 2"),
+        ({"pattern": "kv0-3=exact"}, "is for 4 key/value heads, and explain has 2"),
         ({"num_kv_heads": 0}, "num_kv_heads must be an integer of at least 1, got 0"),
         ({"layout": "striped"}, "layout must be"),
         ({"transport": "local"}, "serves 1 rank, got 4"),

@@ -18,9 +18,17 @@ def drawn_ids(tokens, rows=1):
     return torch.randint(3, VOCAB, (rows, tokens))
 
 
-def test_a_pattern_for_other_heads_is_refused():
-    said = r"is for 3 key/value heads, and LlamaModel has 2: give one pattern for each"
-    refused(said, ra.patch_model, tiny_model("llama", "ring_dilated"), "kv0-1=exact;kv2=window:4")
+@pytest.mark.parametrize(
+    ("text", "heads"), [("kv0-1=exact;kv2=window:4", 3), ("kv0=window:4", 1), ("kv0-3=window:4", 4)]
+)
+def test_a_pattern_for_other_heads_is_refused(text, heads):
+    said = rf"is for {heads} key/value heads, and LlamaModel has 2: give one pattern for each"
+    refused(said, ra.patch_model, tiny_model("llama", "ring_dilated"), text)
+    patched = ra.patch_model(tiny_model("llama", "sdpa"), "kv0-1=window:4")
+    assert patched.config.ring_dilated["pattern"] == "kv0-1=window:4"
+    q, k = torch.zeros(1, 4, 8, 8), torch.zeros(1, 2, 8, 8)
+    ra.ring_attention(q, k, k, pattern="window:4")  # An equal pattern is planned already.
+    refused(f"is for {heads} key/value heads, and k has 2", ra.ring_attention, q, k, k, pattern=text)
 
 
 # ---- last queries that see every key

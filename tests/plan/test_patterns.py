@@ -268,12 +268,14 @@ def test_longnet_mixes_branches_by_their_softmax_denominators(rng):
 FEW = ["exact" if head in (0, 3, 4) else "window:8+2" for head in range(6)]
 
 
-def test_heads_that_are_the_same_have_a_pattern_without_heads():
+def test_heads_that_are_the_same_have_one_pattern_for_this_number_of_heads():
     assert str(Pattern.by_kv_head(FEW)) == "kv0,3-4=exact;kv1-2,5=window:8+2"
     assert Pattern.by_kv_head(["window:8+2"] * 4) == Pattern.parse("window:8+2")
-    assert Pattern.parse("kv0-3=exact").num_kv_heads is None
+    assert Pattern.parse("kv0-3=exact").num_kv_heads == 4
     same = Pattern((), kv_heads=[Pattern.longnet([8, None], [1, 4])] * 2)
     assert Pattern.parse(str(same)) == same == Pattern.longnet([8, None], [1, 4])
+    assert str(same) == "kv0-1=longnet:8/1,all/4" and str(same.of_kv_head(1)) == "longnet:8/1,all/4"
+    refused("is for 2 key/value heads, and the attention has 4", problem_of, same, 300, heads=(8, 4))
 
 
 def test_heads_of_one_shape_share_a_kernel_call():
@@ -307,4 +309,5 @@ def test_refused_patterns_by_head():
     refused(said, Pattern.from_dict, {"kv_heads": []})
     said = "with kv_heads, each head's pattern has the branches"
     refused(said, Pattern, (Window(4),), kv_heads=(Pattern.exact(),))
-    refused("must be patterns with branches", Pattern.by_kv_head, [pattern, "exact"])
+    for nested in (pattern, "kv0-1=exact"):
+        refused("must be patterns with branches", Pattern.by_kv_head, [nested, "exact"])
