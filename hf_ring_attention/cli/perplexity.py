@@ -24,7 +24,7 @@ def add_perplexity(parser: Parser) -> None:
     add("words", metavar="MODEL TEXT_FILE ...", nargs="*", help="Short for --model MODEL --text TEXT_FILE ...")
     text = f"A pattern, a calibration.json, or own (the config's); repeatable (default {' '.join(USUAL_PATTERNS)})."
     add("--pattern", metavar="TEXT", action="append", type=lambda x: x if x == OWN else pattern_or_file(x), help=text)
-    text = "Tokens in a row: texts are cut into rows of each length (default 4k)."
+    text = "Tokens in a row: texts are cut into rows of each length, and shorter texts are one row (default 4k)."
     add("--tokens", metavar="N,N,...", type=comma_list(token_count(2)), was="--lengths", help=text)
     text = "Read only the first N tokens of each text (default: the largest of --tokens)."
     add("--text-tokens", metavar="N", type=token_count(2), was="--tokens", help=text)
@@ -83,7 +83,8 @@ def perplexity_command(args: Namespace) -> None:
         plot_perplexities(rows, args.plot)
     setting = {"model": args.model, "dtype": args.dtype, "processes": ring.world_size}
     if ring.rank == 0 and not wrote_json({**setting, "rows": rows}, args.json):
-        _print_rows(rows, f"{args.model}, {args.dtype}", len(lengths) > 1 or args.text_tokens is not None)
+        by_length = args.text_tokens is not None or {row["length"] for row in rows} != {*lengths[:1]}
+        _print_rows(rows, f"{args.model}, {args.dtype}", by_length)
 
 
 def _measured(
@@ -102,15 +103,17 @@ def _measured(
     source = copy.deepcopy(model.config), args.model
     attention = {name: checked("--pattern", attention_of_model, *source, pattern) for name, pattern in patterns.items()}
     figures = checked(None, figures_by_length, model, texts, patterns, lengths, args.stride, ring, ring.rank == 0)
-    rows = []
+    rows = {}
     for text, length, name in itertools.product([*texts, *["all"] * (len(texts) > 1)], lengths, names):
-        group = [one for one in figures if (one.length, one.pattern) == (length, name) and text in (one.text, "all")]
-        shares = [attention[name].flop_share(min(length, len(texts[one.text].ids))) * one.tokens for one in group]
+        of_length = [one for one in figures if one.length == min(length, len(texts[one.text].ids))]
+        group = [one for one in of_length if one.pattern == name and text in (one.text, "all")]
+        shares = [attention[name].flop_share(one.length) * one.tokens for one in group]
         whole = sum_of_texts(text, group)
         columns = ("text", "length", "pattern", "perplexity", "bits_per_byte", "nll", "tokens", "seconds")
-        rows.append({column: getattr(whole, column) for column in columns})
-        rows[-1]["share_of_exact_flops"] = sum(shares) / whole.tokens
-    return rows
+        row = {column: getattr(whole, column) for column in columns}
+        # A text that is shorter than several lengths is measured once.
+        rows[text, whole.length, name] = {**row, "share_of_exact_flops": sum(shares) / whole.tokens}
+    return [*rows.values()]
 
 
 def _print_rows(rows: Sequence[dict[str, Any]], title: str, by_length: bool) -> None:

@@ -24,7 +24,7 @@ from .texts import TokenizedText
 
 @dataclass(frozen=True)
 class LengthFigures:
-    """Sums over the scored tokens of a text, under one pattern and in windows of `length` tokens."""
+    """Sums over the scored tokens of a text, under one pattern and in windows of `length` tokens, at most the text's own."""
 
     text: str
     pattern: str
@@ -49,7 +49,8 @@ def sum_of_texts(name: str, figures: Sequence[LengthFigures]) -> LengthFigures:
     """Returns the sums over several texts, all under the same pattern and in windows of the same length."""
     sizes = [of_text.size for of_text in figures if of_text.size is not None]
     sums = {field: sum(getattr(of_text, field) for of_text in figures) for field in ("nll", "tokens", "seconds")}
-    return replace(figures[0], text=name, size=sum(sizes) if len(sizes) == len(figures) else None, **sums)
+    size, length = sum(sizes) if len(sizes) == len(figures) else None, max(of_text.length for of_text in figures)
+    return replace(figures[0], text=name, length=length, size=size, **sums)
 
 
 def figures_by_length(
@@ -68,7 +69,7 @@ def figures_by_length(
     config = model.config.get_text_config()
     before = settings_of(config)
     windows = {
-        (text, length): windows_of(len(tokens.ids), length, stride, tokens.opening)
+        (text, min(length, len(tokens.ids))): windows_of(len(tokens.ids), length, stride, tokens.opening)
         for text, tokens in texts.items()
         for length in lengths
     }

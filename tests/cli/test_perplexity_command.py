@@ -154,6 +154,21 @@ def test_lengths_have_rows_of_their_own(model, command):
     assert re.search(r"^ *text +length +pattern", printed, re.MULTILINE) and printed.count("+0.0%") == 2
 
 
+def test_a_row_has_the_length_that_was_scored(model, command):
+    """A text that is shorter than several lengths is one row of all its tokens."""
+    words = f"perplexity {model / 'model'} {model / 'fox.txt'} {model / 'dog.txt'} --pattern exact --tokens"
+    fox, dog = (
+        len(AutoTokenizer.from_pretrained(model / "model")((model / name).read_text()).input_ids)
+        for name in ("fox.txt", "dog.txt")
+    )
+    assert dog < fox
+    rows = json.loads(command(f"{words} 64,{fox},4k,8k --json"))["rows"]
+    lengths = [("fox.txt", 64), ("fox.txt", fox), ("dog.txt", 64), ("dog.txt", dog), ("all", 64), ("all", fox)]
+    assert [(row["text"].rpartition("/")[2], row["length"]) for row in rows] == lengths
+    assert [row["tokens"] for row in rows[1::2]] == [fox - 1, dog - 1, fox + dog - 2]
+    assert re.search(rf"all +{fox} +exact", command(f"{words} 4k"))
+
+
 def test_two_processes_write_the_figures_of_one(model, command):
     (model / "program.py").write_text("from hf_ring_attention.cli.main import main\nmain()\n")
     lengths = ["--tokens", "33,64", "--text-tokens", "100", "--stride", "20"]
