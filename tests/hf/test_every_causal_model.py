@@ -1,18 +1,21 @@
 """Every line of the table of supported models, run again: equal to eager attention, or refused for the listed reason."""
 
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 import transformers
 from transformers import PretrainedConfig
+from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
 import hf_ring_attention as ra
+from hf_ring_attention.hf.model_types import MIXER_LAYERS
 from hf_ring_attention.hf.models import release_of_table
-from hf_ring_attention.hf.support import check_config
+from hf_ring_attention.hf.support import LAYER_TYPES, check_config
 
 from ..support.probe import batch, survey
-from ..support.tiny_models import CAUSAL_TYPES, NOT_BUILT, tiny_model
+from ..support.tiny_models import CAUSAL_TYPES, NOT_BUILT, tiny_config, tiny_model
 from ..survey import models_page
 
 KNOWN = {model.model_type: model for model in ra.supported_models()}
@@ -48,6 +51,17 @@ def test_reasons_name_the_class_and_what_works():
             assert "'eager'" in model.reason and len(model.reason) > 80, model
         elif model.status == "supported" and not model.ring:
             assert model.model_class in model.reason and "ring=None" in model.reason, model
+
+
+def test_supported_types_have_all_kinds_of_layers_that_their_configs_know():
+    """The default config of a type may lack a kind that released models have, and that is refused."""
+    for model in (x for x in KNOWN.values() if x.status == "supported"):
+        config = tiny_config(model.model_type).get_text_config()
+        source = inspect.getsource(inspect.getmodule(type(config)))
+        kinds = {*ALLOWED_LAYER_TYPES} - {*LAYER_TYPES, *MIXER_LAYERS, "sparse", "dense"}  # "sparse" MLPs have experts.
+        assert {kind for kind in kinds if f'"{kind}"' in source} <= {*(getattr(config, "layer_types", None) or ())}, (
+            model
+        )
 
 
 #: Types that look implementations up in a private table, which lacks "ring_dilated".

@@ -30,7 +30,8 @@ _DOTS3_NOTE = {
 _QWEN4_EXP = {
     "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 4,
 }  # fmt: skip
-# Odd types need these changes besides, nested as their configs are.
+# Odd types need these changes besides, nested as their configs are. The default configs of some types lack kinds of layers that
+# released models have.
 _CHANGES = {
     "bamba": {"attn_layer_indices": [1]},  # The default lacks attention.
     "blt": {
@@ -54,7 +55,10 @@ _CHANGES = {
         "num_hidden_layers": 6, "n_input_layers": 2, "n_recurrent_layers": 2, "n_output_layers": 2,
         "initializer_range": 1.0,  # It divides scales, which would make rounding errors 56 times as large.
     },
-    "dots1": {"n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "dots1": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    },
     "dots3_note": {
         "text_config": _DOTS3_NOTE,
         "vision_config": {"adapter_in_dim": WIDTH, "adapter_out_dim": WIDTH},
@@ -74,9 +78,12 @@ _CHANGES = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},  # The default lacks attention.
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},  # attention in the second of two layers
+    "laguna": {"layer_types": ["sliding_attention", "full_attention"]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8},
+    "mellum": {"layer_types": ["sliding_attention", "full_attention"]},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
     "phi4_multimodal": {
         "audio_config": dict.fromkeys(
             ("ext_pw_out_channel", "depthwise_separable_out_channel", "nemo_conv_channels"), WIDTH
