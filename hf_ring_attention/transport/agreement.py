@@ -20,8 +20,11 @@ REFUSALS = (ValueError, TypeError, AttributeError, IndexError, KeyError, Runtime
 
 #: Stands for the digest of a rank that has not come.
 _AWAITED = -1
-#: What all ranks must do if they differ in a value with this name.
-_REMEDIES = {"the call": "make the same calls in one order"}
+#: The values that differ if one rank evaluates and others train, and what all ranks must do then.
+_REMEDIES = dict.fromkeys(
+    ("the call", "whether the model trains", "whether gradients are recorded"),
+    "make the same calls in one order: evaluate on every rank, not only on the main process",
+)
 
 
 def digest(x: Any) -> str:
@@ -95,7 +98,9 @@ class Agreement:
             raise (NotImplementedError if kind == "NotImplementedError" else ValueError)(
                 f"{who} {rank} {together} refused the call: {text}"
             )
-        for name in values:  # Values of another call have other names, so its name comes first.
+        # Ranks that do something else differ in many values. All ranks name the same one, which says most.
+        names = dict.fromkeys([*_REMEDIES, *(name for values, _, _ in reports for name in values)])
+        for name in names:
             by_rank = [values.get(name) for values, _, _ in reports]
             if any(value != by_rank[0] for value in by_rank):
                 listed = ", ".join(f"{who} {rank}: {value}" for rank, value in enumerate(by_rank))

@@ -312,6 +312,11 @@ CHANGES = {
     "training": (
         lambda model, inputs: model.train(), "disagree on whether the model trains: rank 0: False, rank 1: True",
     ),
+    "an evaluation on one rank": (
+        lambda model, inputs: (inputs.update(input_ids=inputs["input_ids"][:1]), inputs.pop("attention_mask"), model.train()),
+        "disagree on whether the model trains: rank 0: False, rank 1: True; all must make the same calls in one order: evaluate "
+        "on every rank, not only on the main process",
+    ),
     "dropout": (
         lambda model, inputs: model.model.layers[0].self_attn.train(),
         r"LlamaAttention: attention dropout 0\.1 was asked for.*model\.eval\(\)",
