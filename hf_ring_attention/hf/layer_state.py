@@ -42,7 +42,7 @@ class LayerState:
     def has_settings_of(self, layer: nn.Module) -> bool:
         """Returns whether the modules of a layer have the same settings; their modes do not count."""
         (before, form), (now, form_now) = self.settings, _settings_of(layer)
-        return form == form_now and all(x is y or (isinstance(x, _PLAIN) and x == y) for x, y in zip(before, now))
+        return form == form_now and all(x is y or (isinstance(x, _BY_VALUE) and x == y) for x, y in zip(before, now))
 
     def has_weights_of(self, layer: nn.Module, recorded: bool) -> bool:
         """Returns whether a layer has the same weights, and also the same tensors if gradients are recorded for them."""
@@ -66,7 +66,7 @@ class LayerState:
                 module.training = mode
 
 
-_PLAIN = (bool, int, float, str)
+_BY_VALUE = (bool, int, float, str)
 
 
 def _equal(x: Tensor, y: Tensor) -> bool:
@@ -93,8 +93,7 @@ def tensors_of(module: nn.Module) -> list[Tensor]:
 
 def has_given_weights(module: nn.Module) -> bool:
     """Returns whether tensors stand in place of a module's parameters for this call, as in `torch.func.functional_call`."""
-    weights = (x for inner in module.modules() for x in inner._parameters.values())
-    return any(x is not None and not isinstance(x, nn.Parameter) for x in weights)
+    return not all(isinstance(x, nn.Parameter) for x in module.parameters())
 
 
 def _numbers_of(x: Tensor) -> list[Tensor]:

@@ -138,7 +138,7 @@ class OnUse(Tensor):
         """Returns an ordinary tensor with the same memory, to autograd a view of this one."""
         owner = self.memory.owner()
         if owner is not None and self.memory.formed is None and owner.is_ours:
-            owner._form_memory()
+            owner.form_memory()
         with torch.inference_mode(self.is_inference()), torch.enable_grad(), plain_tensors():
             # The history of a view may be from before its owner was formed.
             late = bool(self.deferred.inputs) and self.grad_fn is self.node and not self.memory.watched
@@ -146,7 +146,7 @@ class OnUse(Tensor):
             result: Tensor = _ATEN.alias.default(base)
             return result if base is self else self.shown(result)
 
-    def _form_memory(self) -> None:
+    def form_memory(self) -> None:
         """Forms the numbers of this tensor, which is no view, and gives it their history."""
         of_inference, plain = self.is_inference(), saved_tensors_hooks(lambda x: x, lambda x: x)
         # A function that is checkpointed finds it formed when it runs again.

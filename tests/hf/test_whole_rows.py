@@ -314,8 +314,8 @@ CHANGES = {
     ),
     "an evaluation on one rank": (
         lambda model, inputs: (inputs.update(input_ids=inputs["input_ids"][:1]), inputs.pop("attention_mask"), model.train()),
-        "disagree on whether the model trains: rank 0: False, rank 1: True; all must make the same calls in one order: evaluate "
-        "on every rank, not only on the main process",
+        "disagree on whether the model trains: rank 0: False, rank 1: True; all must make the same calls in one order: "
+        "evaluate on every rank, not only on the main process",
     ),
     "dropout": (
         lambda model, inputs: model.model.layers[0].self_attn.train(),
