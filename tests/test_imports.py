@@ -132,6 +132,11 @@ def test_the_implementation_is_registered_if_transformers_is_imported_first():
     loaded_by("import transformers\nimport hf_ring_attention\nfrom transformers import AutoModel\n" + REGISTERED)
 
 
+def test_imports_may_be_looked_up_anew_before_transformers_is_loaded():
+    """As notebooks, test runners and libraries do."""
+    loaded_by("import hf_ring_attention, importlib\nimportlib.invalidate_caches()\n" + REGISTERED)
+
+
 def test_names_that_do_not_exist_are_said():
     import hf_ring_attention as ra
 

@@ -18,18 +18,17 @@ def register_with_transformers() -> None:
     if _INTERFACE in sys.modules:
         # The last line of this module registers; it still follows if the module itself is importing Transformers.
         from . import registration  # noqa: F401
-    elif _Finder not in sys.meta_path:
-        sys.meta_path.insert(0, _Finder)
+    elif _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
 
 
 class _Finder(MetaPathFinder):
     """Finds the interface's module as the other finders do, and registers once it has been executed."""
 
-    @classmethod
-    def find_spec(cls, fullname: str, *_: Any) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
         if fullname != _INTERFACE:
             return None
-        sys.meta_path.remove(cls)
+        sys.meta_path.remove(self)
         spec = find_spec(fullname)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
@@ -40,3 +39,6 @@ class _Finder(MetaPathFinder):
 
             spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec
+
+
+_FINDER = _Finder()
