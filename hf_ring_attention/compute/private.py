@@ -340,12 +340,14 @@ def is_prepared(loader: Any) -> bool:
 
 def check_trl(trainer_class: Any) -> None:
     """Raises ImportError if a Trainer of TRL lacks a private name that `training/trainer.py` overrides."""
-    for kind in trainer_class.__mro__:
-        if kind.__name__ in ("GRPOTrainer", "RLOOTrainer"):
+    # Its subclasses may have its name, also those of trl.experimental.
+    kinds = {kind.__name__: kind for kind in trainer_class.__mro__ if kind.__module__.startswith("trl.trainer.")}
+    for name, kind in kinds.items():
+        if name in ("GRPOTrainer", "RLOOTrainer"):
             check("trl", {"GRPOTrainer": kind})
-        if kind.__name__ == "SFTTrainer":
+        if name == "SFTTrainer":
             check("trl.SFTTrainer", {"trl.SFTTrainer": kind})
-        if kind.__name__ in ("DPOTrainer", "KTOTrainer"):
+        if name in ("DPOTrainer", "KTOTrainer"):
             check("trl.DPOTrainer", {"trl.DPOTrainer.__init__": kind.__init__})
 
 

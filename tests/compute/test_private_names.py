@@ -33,6 +33,7 @@ class HarnessModel:
 class GRPOTrainer:
     """TRL's own class takes seconds to import."""
 
+    __module__ = "trl.trainer.grpo_trainer"
     _generate_single_turn = None
 
 
@@ -60,6 +61,12 @@ def test_all_names_are_in_these_releases():
         if library != "torch.compile":  # an example of that library alone has its name
             check()
     assert private.compiled_module(torch.nn.Linear(2, 2)) is None
+
+
+@pytest.mark.parametrize("name", ["DPOTrainer", "KTOTrainer"])
+def test_a_trainer_may_have_the_name_of_its_class_in_trl(name):
+    """As Trainers of trl.experimental do; names are looked for where they are used."""
+    private.check_trl(type(name, (getattr(trl, name),), {"__init__": lambda self: None}))
 
 
 @pytest.mark.parametrize(("library", "place", "name"), NAMES)
