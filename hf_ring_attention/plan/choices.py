@@ -122,7 +122,7 @@ def decide_layout(
     """
     if kind == "documents" and documents is not None:
         return balanced_layout(seq_len, world_size, pattern, documents), Decision(kind, ASKED_FOR)
-    unasked = kind in ("auto", "documents")
+    unasked = kind in ("auto", "documents") or world_size == 1  # One rank needs no division, nor padding for it.
     decision = choose_layout(seq_len, world_size, pattern) if unasked else Decision(kind, ASKED_FOR)
     layout = SequenceLayout(decision.choice, seq_len, world_size)  # type: ignore[arg-type]
     by_heads = transport == "heads" and heads in (None, world_size)

@@ -152,6 +152,12 @@ def test_layouts_that_are_chosen_or_asked_for(asked, documents, kind):
         assert layout.kind == decision.choice == "zigzag", "all ranks of a head group have all of its tokens"
 
 
+@pytest.mark.parametrize("asked", ["zigzag", "documents", "contiguous"])
+def test_one_rank_holds_rows_as_they_are(asked):
+    """Two pieces of one length would need padding."""
+    assert decide_layout(asked, 43, 1, Pattern.exact())[0].padded_len == 43
+
+
 def test_auto_keeps_its_pieces_where_no_others_are_more_even():
     layout, decision = decide_layout("auto", 4, 4, Pattern.exact(), (((0, 2),),))
     assert layout.kind == decision.choice == "zigzag"
