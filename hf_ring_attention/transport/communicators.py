@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import re
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -69,6 +73,26 @@ def _wait(works: list[tuple[dist.Work, str]]) -> None:
         work, name = works.pop(0)
         with naming_errors(f"{name} did not end"):
             work.wait()
+
+
+@atexit.register
+def _wait_for_workers() -> None:
+    """Waits, as a process ends, until gloo's threads have dropped the tensors that they sent, for a second at most.
+
+    torch aborts the process if such a thread drops a tensor of Python while Python ends ("terminate called without an active
+    exception"). `dist.destroy_process_group()` before the end would do the same, where no ring holds the group.
+    """
+    looks, end = 0, time.monotonic() + 1  # A thread may also wait for Python itself, which sleep lets go.
+    while looks < 3 and time.monotonic() < end:
+        time.sleep(0.002)
+        looks = 0 if any(map(_is_busy_worker, Path("/proc/self/task").glob("*/stat"))) else looks + 1
+
+
+def _is_busy_worker(stat: Path) -> bool:
+    try:
+        return bool(re.search(r"\(pt_gloo_runloop\) [^S]", stat.read_text()))
+    except OSError:  # It has ended.
+        return False
 
 
 class ProcessGroupCommunicator:
