@@ -18,7 +18,7 @@ PIP := -m pip --disable-pip-version-check --quiet --quiet install
 # The releases that passed the tests, of all packages but torch. `make pin` writes this file.
 PINNED := --constraint tests/newest.txt
 
-.PHONY: demo test test-min test-newest test-slow fuzz lint audit bench gpu models docs pin clean
+.PHONY: demo test test-oldest-transformers test-min test-newest test-slow fuzz lint audit bench gpu models docs pin clean
 
 demo: $(READY)
 	$(BIN)/python recipes/demo.py
@@ -30,7 +30,17 @@ demo: $(READY)
 test: $(READY_TO_TEST)
 	PYTHONHASHSEED=0 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-# The same tests, with all cases, and the oldest releases that pyproject.toml allows, in an environment of its own.
+# The tests of models with the oldest Transformers that pyproject.toml allows, which stands in a folder beside the environment
+# and comes first for every process; all other packages are those of `make test`.
+TRANSFORMERS_MIN := $(shell sed -n 's/^transformers==//p' tests/oldest.txt)
+BESIDE := $(abspath $(VENV))/transformers-$(TRANSFORMERS_MIN)
+test-oldest-transformers: $(READY_TO_TEST)
+	@echo "== installing Transformers $(TRANSFORMERS_MIN) beside $(VENV): half a minute"
+	@test -d $(BESIDE) || $(BIN)/python $(PIP) --no-deps --target $(BESIDE) transformers==$(TRANSFORMERS_MIN)
+	PYTHONPATH="$(BESIDE)" PYTHONHASHSEED=0 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
+		--max-worker-restart 0 tests/hf
+
+# All tests, with all cases, and the oldest releases that pyproject.toml allows, in an environment of its own.
 TORCH_MIN ?= torch==2.11.0
 VENV_MIN ?= .venv-min
 BIN_MIN := $(VENV_MIN)/bin
@@ -39,7 +49,7 @@ TESTS_MIN ?= tests
 test-min: $(READY_MIN)
 	$(BIN_MIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --all $(TESTS_MIN)
 
-# The same tests with the newest releases of today, also those that pyproject.toml does not allow yet: pip gets the names of its
+# All tests with the newest releases of today, also those that pyproject.toml does not allow yet: pip gets the names of its
 # packages without their bounds, and installs this package without its dependencies. lm-eval is left out, as in `make test`.
 TORCH_NEWEST ?= torch
 VENV_NEWEST ?= .venv-newest
