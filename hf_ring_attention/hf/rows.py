@@ -37,8 +37,6 @@ _DESCRIPTIONS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k
 #: Ranks compare 32 to 63 trained weights and as many frozen ones, and 32 to 63 numbers of each.
 _FEW = 32
 _REPLICAS = "use one seed, and train under DDP, FSDP or ZeRO"
-#: What all ranks must do whose batches differ.
-_BATCHES = "pass the same: use one data seed, and torch.random.fork_rng() where one rank alone draws numbers"
 
 
 # ---- documents
@@ -343,7 +341,6 @@ def find_rows(now: ForwardPass, kwargs: Mapping[str, Any], multiple: int = 1) ->
                 values[name] = value
         values |= {"the division of the rows": digest(now.rows), "whether the model trains": runner.training}
         agreed.values = values | {"whether gradients are recorded": torch.is_grad_enabled()}
-        agreed.remedies |= dict.fromkeys(("input_ids", "labels", "attention_mask"), _BATCHES)
         if now.rows is not None:
             agreed.same("the tokens of a cut batch", now.rows.checksum)
             agreed.same("the model's weights", digest(_some_weights(now.module)), _REPLICAS)

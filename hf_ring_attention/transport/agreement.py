@@ -20,11 +20,11 @@ REFUSALS = (ValueError, TypeError, AttributeError, IndexError, KeyError, Runtime
 
 #: Stands for the digest of a rank that has not come.
 _AWAITED = -1
-#: The values that differ if one rank evaluates and others train, and what all ranks must do then.
-_REMEDIES = dict.fromkeys(
-    ("the call", "whether the model trains", "whether gradients are recorded"),
-    "make the same calls in one order: evaluate on every rank, not only on the main process",
-)
+#: What all ranks must do if they differ in a value with this name. Where one rank evaluates, three values differ.
+_CALLS = "make the same calls in one order: evaluate on every rank, not only on the main process"
+_BATCHES = "pass the same: use one data seed, and torch.random.fork_rng() where one rank alone draws numbers"
+_REMEDIES = dict.fromkeys(("the call", "whether the model trains", "whether gradients are recorded"), _CALLS)
+_REMEDIES |= dict.fromkeys(("input_ids", "labels", "attention_mask"), _BATCHES)
 
 
 def digest(x: Any) -> str:
