@@ -96,6 +96,11 @@ def _begin(
     now = new_pass(runner, module)
     with torch.set_grad_enabled(recorded):
         find_rows(now, kwargs, multiple=2 * now.ring.world_size)
+    if now.rows is not None and now.rows.packed and positions is None:
+        raise NotImplementedError(
+            f"{type(runner).__name__} in one graph got packed rows without positions: pass position_ids that restart, or call "
+            f"the model without torch.compile"
+        )
     found = Tokens(now.documents) if now.documents is not None else tokens_of(None if mask is None else mask != 0)
     if now.layout is None and mask is None and positions is not None:
         follow = masks_follow_positions(type(runner).forward)

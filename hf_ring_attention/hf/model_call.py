@@ -176,6 +176,8 @@ def begin_call(module: PreTrainedModel, runner: PreTrainedModel, kwargs: dict[st
     now = new_pass(runner, module, kwargs.pop(CALL, None) or RingCall())
     find_rows(now, kwargs)
     if now.rows is not None and now.rows.packed:
+        if isinstance(mask := kwargs.get("attention_mask"), Tensor):
+            kwargs["attention_mask"] = (mask != 0).to(mask.dtype)  # Models take its numbers for padding only.
         _warn_of_temperatures(runner.config, max(stop for row in now.documents or () for _, stop in row))
     if not now.whole and now.held is None:
         _decide(now, kwargs)

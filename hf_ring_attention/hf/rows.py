@@ -67,13 +67,16 @@ def rows_of_call(runner: nn.Module, tokens: Tensor, arguments: Mapping[str, Any]
     Args:
         arguments: with `position_ids` [B or 1, n] or [axes, B or 1, n], a document begins where they restart at the decoder's
             first position. A collator describes documents by `cu_seq_lens_q` [documents + 1], 0 and the ends of the documents
-            of one batch row (`DataCollatorWithFlattening`), or by `seq_idx` [B, n], each token's document, from 0.
+            of one batch row (`DataCollatorWithFlattening`), by `seq_idx` [B, n], each token's document, from 0, or by an
+            `attention_mask` [B, n] of their numbers, from 1.
         divided: whether a ring divides the rows, which then may have no padding and no unclear borders inside documents.
     """
     batch, length = tokens.shape[:2]
     mask, positions, first = arguments.get("attention_mask"), arguments.get("position_ids"), first_position(runner)
     _check_shapes((batch, length), arguments, divided)
     numbers = _numbers_of_collator(batch, length, arguments.get("cu_seq_lens_q"), arguments.get("seq_idx"))
+    if numbers_documents(mask):
+        numbers["attention_mask"] = mask.cpu().to(torch.int64)
     described = bool(numbers) or divided or isinstance(positions, Tensor)  # else no mask is brought to the CPU
     if not described or (mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2)):
         return WholeRows(batch, length, None)
@@ -91,7 +94,7 @@ def rows_of_call(runner: nn.Module, tokens: Tensor, arguments: Mapping[str, Any]
     found, by_mask = {name: documents_from_mask(x) for name, x in numbers.items()}, documents_from_mask(valid)
     # A mask knows padding, but no borders between documents.
     if mask is not None and not any(torch.equal(valid, x) for x in (inside, torch.ones_like(inside))):
-        found["attention_mask"] = by_mask
+        found["the padding of attention_mask"] = by_mask
     for (name, documents), (other, others) in itertools.pairwise(found.items()):
         if documents != others:
             raise ValueError(
@@ -101,6 +104,14 @@ def rows_of_call(runner: nn.Module, tokens: Tensor, arguments: Mapping[str, Any]
     if collator is not None or (divided and mask is None):
         _check_positions(positions, restarts, collator, first)
     return WholeRows(batch, length, next(iter(found.values()), by_mask), from_collator=collator is not None)
+
+
+def numbers_documents(mask: Any) -> bool:
+    """Returns whether a mask [B, n] has the numbers of several documents in a row, and 0 for padding."""
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.dtype == torch.bool or 0 in mask.shape:
+        return False
+    least = mask.masked_fill(mask <= 0, torch.inf if mask.is_floating_point() else torch.iinfo(mask.dtype).max).amin(1)
+    return bool((mask.amax(1) > least).any())
 
 
 def _check_shapes(shape: tuple[int, int], arguments: Mapping[str, Any], divided: bool) -> None:
@@ -369,9 +380,13 @@ def _rows_alone(runner: nn.Module, tokens: Tensor | None, arguments: Mapping[str
     if tokens is None or tokens.dim() < 2:
         return None
     if cache_in(arguments) is not None:
-        ends, numbers = arguments.get("cu_seq_lens_q"), arguments.get("seq_idx")
-        if (ends is not None and len(ends) > 2) or (numbers is not None and bool(numbers.diff(dim=-1).any())):
-            raise ValueError("cu_seq_lens and seq_idx describe packed rows, which have no cache: pass use_cache=False")
+        ends, numbers, mask = (arguments.get(name) for name in ("cu_seq_lens_q", "seq_idx", "attention_mask"))
+        of_collator = (ends is not None and len(ends) > 2) or (numbers is not None and bool(numbers.diff(dim=-1).any()))
+        if of_collator or numbers_documents(mask):
+            raise ValueError(
+                "cu_seq_lens, seq_idx and a mask that numbers packed documents describe packed rows, which have no cache: pass "
+                "use_cache=False"
+            )
         return None
     rows = rows_of_call(runner, tokens, arguments)
     if rows.packed and not takes(runner, "position_ids"):

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import DataCollatorWithFlattening
+from transformers import DataCollatorWithFlattening, DynamicCache
 from transformers.masking_utils import (
     blockwise_overlay,
     create_bidirectional_mask,
@@ -80,9 +80,10 @@ def test_plain_masks():
 @pytest.mark.parametrize(
     ("model_type", "how"),
     [
-        *(("llama", how) for how in ("position_ids", "seq_idx", "cu_seq_lens", "all")),
+        *(("llama", how) for how in ("position_ids", "seq_idx", "cu_seq_lens", "attention_mask", "all")),
         *(("mistral", "all"), ("gpt_oss", "position_ids"), ("gpt2", "cu_seq_lens"), ("opt", "seq_idx")),
-        *(("roberta", "cu_seq_lens"), ("nemotron", "seq_idx"), ("stablelm", "cu_seq_lens")),
+        *(("roberta", "cu_seq_lens"), ("nemotron", "seq_idx"), ("stablelm", "cu_seq_lens"), ("opt", "attention_mask")),
+        ("bamba", "attention_mask"),
     ],
 )
 def test_packed_as_the_collator_makes_it(model_type, how):
@@ -91,7 +92,9 @@ def test_packed_as_the_collator_makes_it(model_type, how):
     collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True, return_tensors="pt")
     batch = collator([{"input_ids": row[0, start:stop].tolist()} for start, stop in DOCUMENTS[0]])
     batch.pop("labels")
-    kept = {"seq_idx": ["seq_idx"], "cu_seq_lens": ["cu_seq_lens_q", "cu_seq_lens_k"], "position_ids": ["position_ids"]}
+    batch["attention_mask"] = batch["seq_idx"] + 1
+    kept = {name: [name] for name in ("seq_idx", "attention_mask")}
+    kept |= {"cu_seq_lens": ["cu_seq_lens_q", "cu_seq_lens_k"], "position_ids": ["position_ids"]}
     kept["all"] = [name for names in kept.values() for name in names]
     inputs = {name: x for name, x in batch.items() if name in ("input_ids", *kept[how])}
     if how == "position_ids":
@@ -222,10 +225,33 @@ def test_contradicting_collators(ends, numbers, match):
     refused(match, rows_of_call, torch.nn.Module(), torch.zeros(1, TOKENS), described)
 
 
+def test_a_mask_of_numbers_with_padding_and_what_contradicts_it():
+    model, row = ra.patch_model(tiny_model("llama", "eager"), "window:4+1"), ids()
+    mask = torch.tensor([[0] * 2 + [1] * 6 + [2] * 9 + [0] * 3])
+    found, expected = logits(model, row, attention_mask=mask), tiny_model("llama", "eager")
+    assert all(
+        torch.equal(logits(model, row, attention_mask=mask.to(kind)), found) for kind in (torch.float32, torch.uint8)
+    )
+    ra.patch_model(expected, "window:4+1")
+    for start, stop in ((2, 8), (8, 17)):
+        assert_alike(found[:, start:stop], logits(expected, row[:, start:stop]))
+    once = logits(model, row, attention_mask=(mask != 0).long())
+    assert torch.equal(logits(model, row, attention_mask=255 * (mask != 0)), once), (
+        "one number in a row is one document"
+    )
+    said = "position_ids of row 0 go from 7 to 8 at token 8, where a document begins"
+    refused(said, logits, model, row, attention_mask=mask, position_ids=torch.arange(TOKENS)[None])
+    said = "a mask that numbers packed documents describe packed rows, which have no cache: pass use_cache=False"
+    for cache in (ra.PatternCache(model), DynamicCache()):
+        refused(said, model, row, attention_mask=mask, **cache_argument(cache))
+    with pytest.raises(NotImplementedError, match="in one graph got packed rows without positions"):
+        torch.compile(model, backend="eager", fullgraph=True)(row, attention_mask=mask, use_cache=False)
+
+
 def test_a_collator_that_contradicts_the_mask():
     mask, ends = torch.ones(1, TOKENS, dtype=torch.long), torch.tensor([0, 7, TOKENS], dtype=torch.int32)
     mask[0, :3] = 0
-    said = r"cu_seq_lens and attention_mask contradict each other: they describe the documents .*\(0, 7\).* and .*\(3, 20\)"
+    said = r"cu_seq_lens and the padding of attention_mask contradict each other: they describe .*\(0, 7\).* and .*\(3, 20\)"
     refused(said, logits, tiny_model("llama", "ring_dilated"), ids(), attention_mask=mask, cu_seq_lens_q=ends)
 
 
@@ -239,6 +265,7 @@ def test_a_collator_that_contradicts_the_mask():
         ("seq_idx", 3, "zigzag"),
         ("cu_seq_lens", 4, "contiguous"),
         ("seq_idx", 4, "zigzag"),
+        ("attention_mask", 2, "zigzag"),
     ],
 )
 def test_packed_rows_on_a_ring(how, world_size, layout):
@@ -246,8 +273,9 @@ def test_packed_rows_on_a_ring(how, world_size, layout):
     row, lengths = ids(), torch.tensor({2: (10, 10), 3: (7, 9, 4), 4: (5, 5, 1, 5, 4)}[world_size])
     inputs = {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
     expected = logits(ra.patch_model(llama()), row, **inputs)
-    if how == "seq_idx":
-        inputs = {"seq_idx": torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None]}
+    if how in ("seq_idx", "attention_mask"):
+        numbers = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None]
+        inputs = {how: numbers + (how == "attention_mask")}
     elif how == "cu_seq_lens":
         inputs = {"cu_seq_lens_q": torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()}
     assert_on_ranks(lambda ring, model: logits(model, row, **inputs), llama, expected, world_size, layout=layout)

@@ -316,7 +316,7 @@ CHANGES = {
         lambda model, inputs: model.train(), "disagree on whether the model trains: rank 0: False, rank 1: True",
     ),
     "an evaluation on one rank": (
-        lambda model, inputs: (inputs.update(input_ids=inputs["input_ids"][:1]), inputs.pop("attention_mask"), model.train()),
+        lambda model, inputs: (inputs.update(input_ids=inputs["input_ids"][:1], attention_mask=None), model.train()),
         "disagree on whether the model trains: rank 0: False, rank 1: True; all must make the same calls in one order: "
         "evaluate on every rank, not only on the main process",
     ),
