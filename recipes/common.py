@@ -215,7 +215,12 @@ def load_model(model: str = BUNDLED, dtype: torch.dtype = torch.float32, *, trus
         options = {"attn_implementation": "ring_dilated", "dtype": dtype}
         loaded = AutoModelForCausalLM.from_pretrained(source, **options, trust_remote_code=trust)
     if has_adapters(model):
+        from peft import load_peft_weights, set_peft_model_state_dict
+
         set_pattern(loaded, adapters_of(model)[1])
+        # Transformers 5.24 looks for the magnitudes of DoRA under another name, and goes on without them.
+        weights = load_peft_weights(model, device="cpu")
+        set_peft_model_state_dict(loaded, {name.removeprefix("base_model.model."): x for name, x in weights.items()})
     return loaded
 
 

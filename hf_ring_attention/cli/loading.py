@@ -13,6 +13,7 @@ from accelerate.utils import parse_flag_from_env
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
+from ..evaluation.adapters import complete_adapters
 from ..hf.patch import take_pattern_of_adapters
 from ..hf.registration import IMPLEMENTATION
 from ..ring.ring import Ring
@@ -47,6 +48,7 @@ def load_model(source: str, dtype: str, device: Any, trust: bool) -> Any:
     """
     settings = {"attn_implementation": IMPLEMENTATION, "dtype": getattr(torch, dtype), "trust_remote_code": trust}
     model = _loaded(AutoModelForCausalLM, source, **settings).to(device)
+    complete_adapters(model, source)
     take_pattern_of_adapters(getattr(model, "peft_config", {}), model.config)
     return model
 

@@ -29,6 +29,7 @@ from ..hf.registration import IMPLEMENTATION
 from ..hf.wrappers import attachment_of, unwrapped, whole_model
 from ..plan.branches import check_count
 from ..ring.ring import Ring
+from .adapters import complete_adapters
 from .calibration.result import load_pattern
 from .logits import label_nll
 
@@ -87,6 +88,8 @@ class RingLM(HFLM):
         self._longest_continuation = 0
         _check_arguments(arguments, ring)
         super().__init__(pretrained, **arguments)
+        if isinstance(pretrained, str):
+            complete_adapters(self._model, pretrained)
         if ring.world_size > 1:
             whole_model(self._model, "ring_dilated")
         own = attachment_of(unwrapped(self._model)).ring

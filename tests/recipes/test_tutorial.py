@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_ring_attention as ra
+from hf_ring_attention.cli.loading import load_model
 from tests.support.checkpoints import save_tiny_checkpoint
 from tests.support.programs import run_program
 from tests.support.recipe_runs import ENVIRONMENT, RECIPES, refused, run
@@ -145,14 +146,19 @@ def test_a_run_that_was_stopped_went_on(reader):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model that was saved with a window, and adapters that were trained under a smaller one, without a tokenizer."""
+    """A model that was saved with a window, and adapters (DoRA) that were trained under a smaller one, without a tokenizer."""
     peft = pytest.importorskip("peft")
     folder = tmp_path_factory.mktemp("adapters")
     save_model(folder / "model")
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     ra.patch_model(model, "window:32").save_pretrained(folder / "model")
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", init_lora_weights=False)
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=2, target_modules="all-linear", init_lora_weights=False, use_dora=True
+    )
     model = ra.patch_model(peft.get_peft_model(model, config), "window:8+2")
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            x.mul_(1 + torch.rand_like(x) if "magnitude" in name else 1)
     model.save_pretrained(folder / "lora")
     (folder / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 20)
     ids = torch.arange(3, 60)[None]
@@ -176,6 +182,10 @@ def test_commands_measure_a_folder_of_adapters_and_its_pattern(folder):
     assert own == window != exact
     assert own != perplexities(folder, "lora", "window:32")[0]
     assert exact != perplexities(folder, "model", "exact")[0]
+    model = ra.patch_model(load_model(str(folder / "lora"), "float32", "cpu", trust=False))
+    assert torch.allclose(
+        model(torch.arange(3, 60)[None]).logits, torch.load(folder / "logits.pt", weights_only=True), atol=1e-5
+    )
 
 
 def test_a_merged_model_computes_what_its_adapters_computed(folder, tmp_path):
