@@ -53,7 +53,9 @@ class WholeRows:
     documents: Documents | None  # the (start, stop) of each document of each row; None if only the mask describes them
     from_collator: bool = False  # whether a collator described the documents, not positions or the mask
     layout: SequenceLayout | None = None  # how the ranks of the ring divide the rows; None if they are whole
-    last_position: int = 0  # the greatest position id, once they are cut
+    positions: Tensor | None = field(
+        default=None, compare=False, repr=False
+    )  # [B or 1, n] or [axes, B, n], once they are cut
     checksum: str = ""  # of the tokens of rows that a loader has cut
 
     @property

@@ -45,7 +45,7 @@ from .lm_loss import join_of_fields
 from .on_use import OnUse
 from .output_layer import wrap_head
 from .registration import IMPLEMENTATION
-from .rows import cut, find_rows, whole_positions
+from .rows import cut, find_rows, spans_of_documents, whole_positions
 from .support import has_next_token_loss
 from .values import Origin
 from .wrappers import Attachment, attachment_of, by_name, runner_of, set_attachments, takes
@@ -61,21 +61,20 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None, kernel: str) -> None:
     for called in dict.fromkeys((model, model.base_model, runner_of(model))):
         called.register_forward_pre_hook(before_model, with_kwargs=True)
         called.register_forward_hook(after_model, with_kwargs=True, always_call=True)
-    corrected = ring is not None and ring.world_size > 1 and _correct_modules(model.base_model)
+    corrected = _correct_modules(model.base_model, sharded=ring is not None and ring.world_size > 1)
     in_graphs = fits_a_graph(model, ring) and not corrected
     set_attachments(model, Attachment(ring, kernel, in_graphs=in_graphs, loss_in_parts=has_next_token_loss(model)))
 
 
-def _correct_modules(base: nn.Module) -> bool:
-    """Corrects the modules that would take a rank's part for a row; returns whether there are any."""
+def _correct_modules(base: nn.Module, sharded: bool) -> bool:
+    """Corrects the modules that would take a row for a document, or a rank's part for a row; returns whether there are any."""
     corrected = False
     for name, module in base.named_modules():
         kinds = getattr(module, "rope_type", None)
         if any(kind in _LENGTH_DEPENDENT_ROPE for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])):
-            module.register_forward_pre_hook(_with_last_position, with_kwargs=True)
-            module.register_forward_hook(_without_last_position)
+            module.register_forward_hook(_by_document, with_kwargs=True)
             corrected = True
-        if name == "pooler":
+        if sharded and name == "pooler":
             module.register_forward_pre_hook(_with_first_token)
             corrected = True
     return corrected
@@ -240,26 +239,62 @@ def _decide(now: ForwardPass, kwargs: dict[str, Any]) -> None:
 
 
 @torch.compiler.disable(reason="it reads what before_model found")
-def _with_last_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Gives RoPE that depends on the row's length one more column, with the row's last position."""
+def _by_document(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Computes RoPE that depends on the length of the row by the length of each document, as if it were alone."""
     now = running().forward_pass
-    if now is None or now.rows is None or now.layout is None:
-        return None  # Whole rows, or a step after a prefill, where all ranks have all positions.
-    last = now.rows.last_position
-
-    def longer(x: Any) -> Any:  # Code of others gives positions another name.
-        positions = isinstance(x, Tensor) and not x.is_floating_point()
-        return torch.cat([x, torch.full_like(x[..., :1], last)], -1) if positions else x
-
-    return tuple(map(longer, args)), {name: longer(x) for name, x in kwargs.items()}
-
-
-@torch.compiler.disable(reason="it belongs to _with_last_position")
-def _without_last_position(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    now = running().forward_pass
-    if now is None or now.layout is None:
+    if now is None:
         return output
-    return tuple(x[:, :-1] for x in output) if isinstance(output, tuple) else output[:, :-1]
+    given = {name: x for name, x in (*enumerate(args), *kwargs.items()) if isinstance(x, Tensor)}
+    # Code of others gives positions another name.
+    name, positions = next((name, x) for name, x in given.items() if not x.is_floating_point())
+    documents = now.documents or next((x.documents for x in now.tokens if x.valid is None), None)
+    if now.rows is None:  # A step of generation, where all ranks have all positions.
+        _warn_of_lengths(positions, module.config)
+    if now.rows is None or documents is None:
+        return output
+    spans = spans_of_documents(documents, positions if now.rows.positions is None else now.rows.positions)
+    spans[..., 1].clamp_(min=_shortest_scaled(module.config))
+    kinds = spans[..., 1].unique().tolist()
+    if now.layout is not None:
+        spans = now.ring.shard(spans, now.layout)
+    elif kinds == [max(kinds[0], int(positions.max()) + 1)]:
+        return output
+    first, lengths = spans.to(positions.device).unbind(-1)
+
+    def rope(positions: Tensor) -> tuple[Tensor, ...]:
+        others = [positions if number == name else x for number, x in enumerate(args)]
+        found = module.forward(*others, **{key: positions if key == name else x for key, x in kwargs.items()})
+        return found if isinstance(found, tuple) else (found,)
+
+    results: list[Tensor] = []
+    for length in kinds:
+        inside = lengths == length
+        rope(
+            torch.zeros_like(positions[..., :1])
+        )  # Dynamic RoPE keeps the scale of a longer row until a short one comes.
+        last = torch.full_like(inside[:, :1], length - 1, dtype=positions.dtype)
+        row = torch.where(inside, positions - first, 0).clamp(0, length - 1)  # Padding may lie beyond it.
+        found = [x[:, :-1] for x in rope(torch.cat([row, last.expand_as(row[..., :1])], -1))]
+        results = [torch.where(inside[..., None], *pair) for pair in zip(found, results or found)]
+    return tuple(results) if isinstance(output, tuple) else results[0]
+
+
+def _warn_of_lengths(positions: Tensor, config: Any) -> None:
+    """Logs once that RoPE of all rows that are generated has the scale of the longest one."""
+    ends = positions.reshape(-1, positions.shape[-1]).amax(1) + 1
+    if len(ends) > 1 and ends.min() < ends.max() > _shortest_scaled(config):
+        warn_once(
+            f"{type(config).__name__} scales RoPE by the length of the longest row, so shorter rows generated beside it "
+            f"change: generate one row at a time"
+        )
+
+
+def _shortest_scaled(config: Any) -> int:
+    """Returns a number of positions up to which RoPE that depends on the length of the row is not scaled."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = (parameters, *(x for x in parameters.values() if isinstance(x, dict)))
+    found = [config.max_position_embeddings, *(x.get("original_max_position_embeddings") for x in kinds)]
+    return min(x for x in found if x is not None)
 
 
 @torch.compiler.disable(reason="it asks another rank")

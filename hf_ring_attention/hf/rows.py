@@ -75,7 +75,7 @@ def rows_of_call(runner: nn.Module, tokens: Tensor, arguments: Mapping[str, Any]
     mask, positions, first = arguments.get("attention_mask"), arguments.get("position_ids"), first_position(runner)
     _check_shapes((batch, length), arguments, divided)
     numbers = _numbers_of_collator(batch, length, arguments.get("cu_seq_lens_q"), arguments.get("seq_idx"))
-    if numbers_documents(mask):
+    if mask is not None and numbers_documents(mask):
         numbers["attention_mask"] = mask.cpu().to(torch.int64)
     described = bool(numbers) or divided or isinstance(positions, Tensor)  # else no mask is brought to the CPU
     if not described or (mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2)):
@@ -228,6 +228,18 @@ def at_its_place_in_the_row(module: nn.Module, query: Tensor, layout: SequenceLa
     return (query * ratio[:, None, :, None]).to(query.dtype)
 
 
+def spans_of_documents(documents: Documents, positions: Tensor) -> Tensor:
+    """Returns [B, n, 2]: the first position of each token's document, and how many it spans; padding has the longest span."""
+    positions = positions.amax(0) if positions.dim() == 3 else positions
+    spans = torch.zeros(len(documents), positions.shape[1], 2, dtype=torch.int64, device=positions.device)
+    for row, runs in enumerate(documents):
+        for start, stop in runs:
+            first, last = positions[row % len(positions), start:stop].aminmax()
+            spans[row, start:stop] = torch.stack([first, last - first + 1])
+    spans[..., 1].masked_fill_(spans[..., 1] == 0, int(spans[..., 1].max()))
+    return spans
+
+
 def rows_to_cut(
     runner: nn.Module,
     ring: Ring,
@@ -284,7 +296,7 @@ def cut(
 
     Those are tensors [B or 1, n, ...], positions [axes, B, n], and the features that a decoder adds at visual tokens
     (`deepstack_visual_embeds`), which are picked by the mask of these (`visual_pos_masks`). The second result are the rows with
-    their greatest position.
+    their positions.
     """
     layout, tokens = rows.layout, tokens_in(arguments)
     assert layout is not None and tokens is not None
@@ -311,7 +323,7 @@ def cut(
         numbers = (seen.flatten().cumsum(0) - 1).view(seen.shape)
         chosen = ring.shard(numbers, layout)[ring.shard(seen, layout)]
         parts["deepstack_visual_embeds"] = [x[chosen.to(x.device)] for x in features]
-    return parts, replace(rows, last_position=last)
+    return parts, replace(rows, positions=positions)
 
 
 # ---- agreement

@@ -7,6 +7,7 @@ import torch
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.cache import cache_argument, cache_in
+from hf_ring_attention.hf.config import warn_once
 from hf_ring_attention.hf.rows import first_position
 from hf_ring_attention.hf.wrappers import runner_of
 
@@ -14,7 +15,7 @@ from ..support.probe import BATCHES, GRADIENTS, LOGITS, batch, errors, logits_an
 from ..support.ranks import on_ranks
 from ..support.tiny_models import VOCAB, tiny_model
 from ..support.tolerance import EXACT
-from .alike import assert_on_ranks, refused
+from .alike import assert_alike, assert_on_ranks, refused
 from .test_generation import generate
 
 ROPE = {"rope_theta": 1e4, "factor": 4.0}
@@ -179,3 +180,44 @@ def test_the_loss_that_balances_experts_is_that_of_one_process(model_type):
     for name, gradient in gradients.items():
         mean = sum(own[name] for _, own in found) / 3
         assert float((mean - gradient).abs().max()) <= EXACT * largest, name
+
+
+#: Documents on both sides of the length up to which RoPE is not scaled.
+OF_LENGTHS = (12, 28, 20, 7)
+SCALED = {
+    "llama": {"max_position_embeddings": 16, "rope_parameters": {**ROPE, "rope_type": "dynamic"}},
+    "phi3": CASES["phi3, longrope"],
+}
+
+
+def rows_of_lengths(how):
+    """The inputs of one row of all documents, or of a row for each, and where the tokens of the documents are in turn."""
+    row = batch_of = torch.randint(3, VOCAB, (1, sum(OF_LENGTHS)), generator=torch.Generator().manual_seed(1))
+    if how == "packed":
+        inputs = {"position_ids": torch.cat([torch.arange(n) for n in OF_LENGTHS])[None]}
+        return row, {"input_ids": batch_of, **inputs}, torch.ones_like(row).bool()
+    mask = torch.zeros(len(OF_LENGTHS), 30, dtype=torch.long)
+    for number, length in enumerate(OF_LENGTHS):
+        first = 2 * (number % 2)
+        mask[number, first : first + length] = 1
+    ids = torch.zeros_like(mask).masked_scatter(mask.bool(), row)
+    return row, {"input_ids": ids, "attention_mask": mask}, mask.bool()
+
+
+@pytest.mark.parametrize("how", ["packed", "padded"])
+@pytest.mark.parametrize("model_type", SCALED)
+def test_rope_is_scaled_by_the_length_of_each_document(model_type, how, caplog):
+    row, inputs, inside = rows_of_lengths(how)
+    make = functools.partial(tiny_model, model_type, "eager", **SCALED[model_type])
+    alone = [make()(ids, use_cache=False).logits for ids in row.split(OF_LENGTHS, 1)]
+    expected = torch.cat(alone, 1)[0].detach()
+
+    def of_tokens(model):
+        return model(**inputs, use_cache=False).logits[inside].detach()
+
+    assert_alike(of_tokens(ra.patch_model(make())), expected)
+    if how == "padded":
+        warn_once.cache_clear()
+        ra.patch_model(make()).generate(**inputs, max_new_tokens=2, do_sample=False)
+        assert "scales RoPE by the length of the longest row" in caplog.text
+    assert_on_ranks(lambda ring, model: of_tokens(model), make, expected)
