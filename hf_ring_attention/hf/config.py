@@ -178,6 +178,17 @@ def has_only_exact_attention(config: PretrainedConfig) -> bool:
     return exact and not (patterns.layers and _has_windows(config))
 
 
+def warn_of_unused_pattern(config: PretrainedConfig) -> None:
+    """Logs once that a model has a pattern and computes attention by another implementation."""
+    text_config = config.get_text_config()
+    implementation = implementation_of(text_config)
+    if implementation != IMPLEMENTATION and not has_only_exact_attention(text_config):
+        warn_once(
+            f"the config of {class_name(config)} has a pattern, and the model computes attention by {implementation!r}, "
+            f"where the pattern has no effect: call ra.patch_model(model), or load it with {IMPLEMENTATION!r}"
+        )
+
+
 def settings_of(config: PretrainedConfig) -> Mapping[str, Any] | None:
     """Returns the patterns that `patch_config` has written into a text config; None without any."""
     settings: Mapping[str, Any] | None = getattr(config, IMPLEMENTATION, None)

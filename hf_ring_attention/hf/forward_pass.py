@@ -85,6 +85,7 @@ class ForwardPass:
     origin: Any = None  # the `Origin` of results that are formed when they are used; None if none are
     join_result: Callable[[Any], Any] | None = None  # makes the output of the call of the output for this rank's part
     tokens: list[Any] = field(default_factory=list)  # the facts of its masks, which last as long as it does
+    decoder: Any = None  # the decoder while it runs: a replica of it in torch's DataParallel
     attended: bool = False  # whether a layer has attended by ring_dilated
     outer: ForwardPass | None = None  # the call around it
     frame: FrameType | None = None  # the call of the module that makes this pass, while it runs

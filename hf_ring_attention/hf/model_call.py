@@ -6,6 +6,7 @@ correct the few modules that would take a rank's part for a row.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -25,7 +26,7 @@ from ..compute.private import (
 from ..ring.operator import UNTRACEABLE, check_not_traced
 from ..ring.ring import Ring
 from .cache import cache_in
-from .config import warn_once
+from .config import warn_of_unused_pattern, warn_once
 from .forward_pass import (
     CALL,
     ForwardPass,
@@ -61,9 +62,38 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None, kernel: str) -> None:
     for called in dict.fromkeys((model, model.base_model, runner_of(model))):
         called.register_forward_pre_hook(before_model, with_kwargs=True)
         called.register_forward_hook(after_model, with_kwargs=True, always_call=True)
+    _wrap_decoder(runner_of(model))
     corrected = _correct_modules(model.base_model, sharded=ring is not None and ring.world_size > 1)
     in_graphs = fits_a_graph(model, ring) and not corrected
     set_attachments(model, Attachment(ring, kernel, in_graphs=in_graphs, loss_in_parts=has_next_token_loss(model)))
+
+
+class DecoderForward:
+    """The forward of a decoder, which also begins and ends its call where somebody calls `forward` itself, not the module."""
+
+    def __init__(self, module: PreTrainedModel, own: Callable[..., Any] | None) -> None:
+        self.module, self.own = module, own
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._of(self.module))
+
+    def _of(self, module: Any) -> Callable[..., Any]:
+        return partial(type(module).forward, module) if self.own is None else self.own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() or names_rows_in_graph(kwargs.get("attention_mask")):
+            return self._of(self.module)(*args, **kwargs)
+        now = forward_pass_of(self.module.config)
+        begun = None if now is None else now.decoder
+        return self.module(*args, **kwargs) if begun is None else self._of(begun)(*args, **kwargs)
+
+
+def _wrap_decoder(runner: PreTrainedModel) -> None:
+    """Has hooks of a decoder run however it is called; one with an output layer keeps the forward that its loss is known by."""
+    own = vars(runner).get("forward")
+    if runner_of(runner) is runner and runner.get_output_embeddings() is None and not isinstance(own, DecoderForward):
+        runner.forward = DecoderForward(runner, own)
 
 
 def _correct_modules(base: nn.Module, sharded: bool) -> bool:
@@ -102,7 +132,9 @@ def _before_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[s
     if (now is not None and module is not runner) or any(isinstance(x, nn.Module) for x in args):
         return None
     kwargs = by_name(module, args, kwargs)
+    warn_of_unused_pattern(module.config)
     now = now or begin_call(module, runner, kwargs)
+    now.decoder = module if module is runner else None
     return (), kwargs if module is not runner or now.rows is None else _of_decoder(now, now.rows, kwargs)
 
 
@@ -133,6 +165,7 @@ def _after_model(module: PreTrainedModel, output: Any) -> Any:
     now = forward_pass_of(runner.config)
     if now is None:
         return None
+    now.decoder = None
     if module is runner and now.rows is not None and output is not None:
         output = joined_output(now, output)
     if now.module is not module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar, get_args
 
 import torch
@@ -31,16 +32,18 @@ from .config import (
     implementation_argument,
     keep_implementation,
     patch_config,
+    patterns_of,
     read_patterns,
     settings_of,
     use_settings,
+    warn_of_unused_pattern,
     warn_once,
 )
 from .model_call import attach_ring, before_model
 from .model_types import hybrids_of
 from .pattern_cache import cache_for_generate
 from .registration import IMPLEMENTATION
-from .support import check_model, class_name
+from .support import check_model
 from .wrappers import ATTACHMENT, attachment_of, check_ring, inner_model, runner_of, wrapped_modules
 
 #: The one field of all of PEFT's configs that takes any dict. PEFT itself uses it only for adapters without a task_type.
@@ -175,11 +178,28 @@ def patch_model(
     set_implementation_of_parts(inner, implementation_argument(inner.config))
     _save_pattern_with(adapters, inner.config)
     attach_ring(inner, ring, kernel_name)
-    make_cache_of_generate(inner, cache_for_generate)
+    _prepare_generation(inner)
     hybrids = hybrids_of(config)
     if hybrids is not None:
         hybrids.attach_mixers(inner)
     return model
+
+
+def _prepare_generation(model: Any) -> None:
+    """Makes `generate` of a model use caches for its patterns, and refuses continuous batching, which may switch to flash."""
+    make_cache_of_generate(model, cache_for_generate)
+    if hasattr(model, "init_continuous_batching"):
+        model.init_continuous_batching = partial(_continuous_batching, model)
+
+
+def _continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
+    config = model.config.get_text_config()
+    if implementation_of(config) == IMPLEMENTATION and not has_only_exact_attention(config):
+        raise ValueError(
+            f"generate_batch computes exact attention, and {type(model).__name__} has {patterns_of(config)}: call generate, or "
+            f"set_attn_implementation('sdpa') for exact attention"
+        )
+    return type(model).init_continuous_batching(model, *args, **kwargs)
 
 
 def _kernel_of(model: PreTrainedModel, ring: Ring | None, kernel: str | None) -> str:
@@ -207,12 +227,9 @@ def check_made_model(model: PreTrainedModel) -> None:
         read_patterns(settings, text_config, type(model).__name__)
     if implementation == IMPLEMENTATION:
         keep_implementation(model.config)
-        make_cache_of_generate(model, cache_for_generate)
-    elif not has_only_exact_attention(text_config):
-        warn_once(
-            f"the config of {class_name(model.config)} has a pattern, and the model computes attention by {implementation!r}, "
-            f"where the pattern has no effect: call ra.patch_model(model), or load it with {IMPLEMENTATION!r}"
-        )
+        _prepare_generation(model)
+    else:
+        warn_of_unused_pattern(model.config)
     remove_hooks(model, lambda hook: hook is _first_call)
     if not hasattr(model, ATTACHMENT):  # A patched model may get another module, such as larger embeddings.
         model.register_forward_pre_hook(_first_call, with_kwargs=True)

@@ -1,6 +1,7 @@
 """Models beside compilers, dtypes, inference mode, copies and other ways of passing inputs: as under eager attention."""
 
 import copy
+import inspect
 from functools import partial
 
 import pytest
@@ -8,9 +9,11 @@ import torch
 from accelerate import cpu_offload
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModel, LlamaForSequenceClassification, pipeline
+from transformers.generation.continuous_batching import continuous_api
 
 import hf_ring_attention as ra
-from tests.hf.alike import assert_on_ranks
+from hf_ring_attention.hf.config import warn_once
+from tests.hf.alike import assert_on_ranks, refused
 from tests.support.checkpoints import word_tokenizer
 from tests.support.neighbours import (
     DYNAMIC_ROPE,
@@ -26,7 +29,7 @@ from tests.support.neighbours import (
 )
 from tests.support.probe import LOGITS, batch, distance, logits_and_gradients, over_ring
 from tests.support.ranks import TIMEOUT, on_ranks, run_simulated
-from tests.support.tiny_models import VOCAB, tiny_config
+from tests.support.tiny_models import VOCAB, tiny_config, tiny_model
 from tests.support.tolerance import EXACT
 
 # PEFT asks Transformers by names that a later 5 has renamed.
@@ -186,7 +189,7 @@ def test_a_copy_and_its_original_have_rings_of_their_own():
     def work(ring):
         model = ra.patch_model(originals[ring.rank], PYRAMID, ring)
         twin = copy.deepcopy(model)
-        assert hooks(twin) == hooks(model) and len(hooks(model)) == len(one_device) + 2
+        assert hooks(twin) == hooks(model) == one_device
         other, found = others[ring.rank], []
         for changed, kept, now in ((model, twin, other), (model, twin, None), (twin, model, other)):
             ra.patch_model(kept, ring=ring)
@@ -255,3 +258,40 @@ def test_text_generation_pipeline(pattern):
     same = ra.patch_model(llama(), pattern) if pattern else llama()
     assert found == generated(same, 1 if pattern else 3)
     assert pattern is None or found != generated(llama(), 3), "the pattern leaves nothing out"
+
+
+@pytest.mark.parametrize("model_type", ["llama", "bert"])
+def test_the_forward_of_a_decoder_is_its_call(model_type):
+    """Some libraries call `forward` itself, whose packed rows need the hooks of the module."""
+    make = partial(built, AutoModel, tiny_config(model_type))
+    ids, positions = torch.arange(3, 23)[None], torch.cat([torch.arange(12), torch.arange(8)])[None]
+    inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": torch.ones_like(ids)}
+    stock, model = make(), ra.patch_model(make(), "window:4+1")
+    assert inspect.signature(model.forward) == inspect.signature(stock.forward)
+    with torch.no_grad():
+        expected = model(**inputs).last_hidden_state
+        for called in (model, copy.deepcopy(model), ra.patch_model(model)):
+            assert torch.equal(called.forward(**inputs).last_hidden_state, expected)
+
+    def work(ring, model):
+        with torch.no_grad():
+            return ra.patch_model(model, "window:4+1", ring).forward(**inputs).last_hidden_state
+
+    assert_on_ranks(work, make, expected)
+
+
+def test_continuous_batching_is_refused_and_a_pattern_without_effect_is_named(monkeypatch, caplog):
+    """Where flash attention is installed, Transformers takes it in place of the pattern."""
+    monkeypatch.setattr(continuous_api, "is_flash_attn_3_available", lambda **options: True)
+    model = ra.patch_model(tiny_model("llama", "eager"), "window:4+1")
+    said = r"generate_batch computes exact attention, and LlamaForCausalLM has the pattern window:4\+1: call generate"
+    for again in (model, copy.deepcopy(model)):
+        refused(said, again.generate_batch, [[3, 4, 5]], max_new_tokens=2)
+    model.set_attn_implementation("sdpa")
+    warn_once.cache_clear()
+    for _ in range(2):
+        model(torch.arange(3, 9)[None])
+    assert (
+        caplog.text.count("computes attention by 'sdpa', where the pattern has no effect: call ra.patch_model(model)")
+        == 1
+    )
