@@ -46,6 +46,7 @@ class ModelAttention:
     numbers: tuple[int, ...]  # of these layers in the model
     mixers: ModelMixers | None = None  # the other modules of a hybrid that mix tokens
     latent: int | None = None  # the numbers of a token in Transformers' caches of latent attention; None for others
+    kept_times: int | None = 1  # the heads for each key/value head in a `PatternCache`; None if it is refused
     first_without_keys: int | None = None  # from this layer on, layers read the keys of earlier ones; None for none
     positions: int | None = None  # that the config names; None if it does not
 
@@ -63,6 +64,7 @@ class ModelAttention:
         for pattern, numbers in self.layers_of_patterns().items():
             layers = [number for number in numbers if beyond is None or number < beyond]
             one = cache_of_layer(pattern, self.num_heads, self.num_kv_heads, tokens, batch_size, row_bytes)
+            one = CacheBytes(one.whole, one.whole if self.kept_times is None else one.kept * self.kept_times)
             if self.latent is not None:
                 one = CacheBytes(tokens * batch_size * self.latent * number_bytes, one.kept)
             if layers:

@@ -12,7 +12,7 @@ from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, Stri
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from ..hf.config import PatternsOfLayers, layer_pattern, patch_config
-from ..hf.model_types import MIXER_LAYERS, MIXERS
+from ..hf.model_types import MIXER_LAYERS, MIXERS, OTHER_VALUES
 from ..hf.patch import take_pattern_of_adapters
 from ..plan.branches import Branch, Segment, Window
 from ..plan.patterns import Pattern
@@ -139,7 +139,9 @@ def attention_of_model(
         head_dim, kv_heads = text.qk_nope_head_dim + text.qk_rope_head_dim, heads
         value_dim = getattr(text, "v_head_dim", None) or head_dim
         latent = text.kv_lora_rank + text.qk_rope_head_dim
-    window = getattr(text, "sliding_window", None)
+    window = None if text.model_type == "moshi" else getattr(text, "sliding_window", None)  # Moshi's layers ignore it.
+    refused = text.model_type in OTHER_VALUES or text.model_type == "minimax"
+    times = text.num_experts_per_tok if text.model_type == "jetmoe" else 1  # Its experts share keys.
     kinds = getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * count
     of_kind: dict[str, Branch | None] = {
         "sliding_attention": Window(window) if window else None,
@@ -167,6 +169,7 @@ def attention_of_model(
         numbers=tuple(layers),
         mixers=mixers,
         latent=latent,
+        kept_times=None if refused else times,
         first_without_keys=count - shared if (shared := getattr(text, "num_kv_shared_layers", None)) else None,
         positions=getattr(text, "max_position_embeddings", None),
     )

@@ -16,6 +16,9 @@ from .branches import LARGEST
 from .parts import parts_of
 from .patterns import Pattern
 
+#: Dilations and blocks whose least common multiple is larger are no longer tried together, at each position.
+_LONGEST_PERIOD = 512
+
 
 class KeptKeys(NamedTuple):
     """The keys from `first` on and before `beyond` whose positions have this residue modulo `stride`.
@@ -127,14 +130,17 @@ def _phases_of_head(pattern: Pattern, kv_head: int, group: int) -> tuple[int, ..
 def most_rows(pattern: Pattern, phases: Sequence[int], length: int) -> int:
     """Returns the most rows that a head's cache holds at once until it has `length` tokens, one of them new.
 
-    Blocks are left behind at their ends, so the most rows are at the end of the document or of a block.
+    Blocks are left behind at their ends, and dilated windows keep more or fewer rows in turn. So the most rows are shortly
+    before the end of the document or of a block.
     """
-    after = {length - 1}
-    for branch in pattern.branches:
-        blocks = [border for border in branch.borders() if border.kind == "block"]
-        for width in {border.value for border in blocks}:
-            end = (length - 1) // width * width
-            after |= {end - 1} | {end - branch.dilation + phase % branch.dilation for phase in phases}
+    borders = (border for branch in pattern.branches for border in branch.borders())
+    widths = {border.value for border in borders if border.kind == "block"}
+    ends = {length, *((length - 1) // width * width for width in widths)}
+    ends |= {end // width * width for end in ends for width in widths}
+    period = period_of(pattern)
+    together = math.lcm(period, *widths)
+    period = together if together <= _LONGEST_PERIOD else min(period, _LONGEST_PERIOD)
+    after = {end - 1 - step for end in ends for step in range(period)}
     return max(count_kept(pattern, phases, x) for x in after if 0 <= x < length) + 1 if length else 0
 
 
