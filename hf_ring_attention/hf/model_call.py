@@ -23,6 +23,7 @@ from ..compute.private import (
     remove_hooks,
     set_checkpointing,
 )
+from ..plan.problem import Documents
 from ..ring.operator import UNTRACEABLE, check_not_traced
 from ..ring.ring import Ring
 from .cache import cache_in
@@ -46,7 +47,7 @@ from .lm_loss import join_of_fields
 from .on_use import OnUse
 from .output_layer import wrap_head
 from .registration import IMPLEMENTATION
-from .rows import cut, find_rows, spans_of_documents, whole_positions
+from .rows import cut, find_rows, whole_positions
 from .support import has_next_token_loss
 from .values import Origin
 from .wrappers import Attachment, attachment_of, by_name, runner_of, set_attachments, takes
@@ -310,6 +311,18 @@ def _by_document(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         found = [x[:, :-1] for x in rope(torch.cat([row, last.expand_as(row[..., :1])], -1))]
         results = [torch.where(inside[..., None], *pair) for pair in zip(found, results or found)]
     return tuple(results) if isinstance(output, tuple) else results[0]
+
+
+def spans_of_documents(documents: Documents, positions: Tensor) -> Tensor:
+    """Returns [B, n, 2]: the first position of each token's document, and how many it spans; padding has the longest span."""
+    positions = positions.amax(0) if positions.dim() == 3 else positions
+    spans = torch.zeros(len(documents), positions.shape[1], 2, dtype=torch.int64, device=positions.device)
+    for row, runs in enumerate(documents):
+        for start, stop in runs:
+            first, last = positions[row % len(positions), start:stop].aminmax()
+            spans[row, start:stop] = torch.stack([first, last - first + 1])
+    spans[..., 1].masked_fill_(spans[..., 1] == 0, int(spans[..., 1].max()))
+    return spans
 
 
 def _warn_of_lengths(positions: Tensor, config: Any) -> None:

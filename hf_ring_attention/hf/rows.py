@@ -26,7 +26,7 @@ from .config import layer_pattern, warn_once
 from .forward_pass import ForwardPass, WholeRows
 from .model_types import COUNT_BY_MASK
 from .pattern_cache import PatternCache
-from .wrappers import takes, tokens_in
+from .wrappers import numbers_documents, takes, tokens_in
 
 #: The names that models give to a table of positions.
 _TABLES = ("wpe", "embed_positions", "position_embeddings", "position_embedding", "positions_embed")
@@ -104,14 +104,6 @@ def rows_of_call(runner: nn.Module, tokens: Tensor, arguments: Mapping[str, Any]
     if collator is not None or (divided and mask is None):
         _check_positions(positions, restarts, collator, first)
     return WholeRows(batch, length, next(iter(found.values()), by_mask), from_collator=collator is not None)
-
-
-def numbers_documents(mask: Any) -> bool:
-    """Returns whether a mask [B, n] has the numbers of several documents in a row, and 0 for padding."""
-    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.dtype == torch.bool or 0 in mask.shape:
-        return False
-    least = mask.masked_fill(mask <= 0, torch.inf if mask.is_floating_point() else torch.iinfo(mask.dtype).max).amin(1)
-    return bool((mask.amax(1) > least).any())
 
 
 def _check_shapes(shape: tuple[int, int], arguments: Mapping[str, Any], divided: bool) -> None:
@@ -226,18 +218,6 @@ def at_its_place_in_the_row(module: nn.Module, query: Tensor, layout: SequenceLa
 
     ratio = scale(places) / scale(torch.arange(query.shape[2], device=query.device))
     return (query * ratio[:, None, :, None]).to(query.dtype)
-
-
-def spans_of_documents(documents: Documents, positions: Tensor) -> Tensor:
-    """Returns [B, n, 2]: the first position of each token's document, and how many it spans; padding has the longest span."""
-    positions = positions.amax(0) if positions.dim() == 3 else positions
-    spans = torch.zeros(len(documents), positions.shape[1], 2, dtype=torch.int64, device=positions.device)
-    for row, runs in enumerate(documents):
-        for start, stop in runs:
-            first, last = positions[row % len(positions), start:stop].aminmax()
-            spans[row, start:stop] = torch.stack([first, last - first + 1])
-    spans[..., 1].masked_fill_(spans[..., 1] == 0, int(spans[..., 1].max()))
-    return spans
 
 
 def rows_to_cut(

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -139,6 +140,14 @@ def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     signature = next((x for x in forwards if "input_ids" in x.parameters), forwards[0])
     _, *named = signature.bind_partial(module, *args).arguments.items()
     return {**dict(named), **kwargs}
+
+
+def numbers_documents(mask: Any) -> bool:
+    """Returns whether a mask [B, n] has the numbers of several documents in a row, and 0 for padding."""
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.dtype == torch.bool or 0 in mask.shape:
+        return False
+    least = mask.masked_fill(mask <= 0, torch.inf if mask.is_floating_point() else torch.iinfo(mask.dtype).max).amin(1)
+    return bool((mask.amax(1) > least).any())
 
 
 def tokens_in(arguments: Mapping[str, Any]) -> Tensor | None:
