@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..plan.layouts import SequenceLayout
 from ..ring.ring import Ring
 from ..ring.shards import whole_of
 from .cache import cache_names
@@ -75,6 +76,19 @@ def whole_rows(local: Tensor, rows: WholeRows, ring: Ring) -> Tensor:
     loss from whole rows, the mean of their gradients is the gradient of that loss.
     """
     return local if rows.layout is None else whole_of(ring.side_by_side(local, 1), rows.layout, 1)
+
+
+class PartOfRows(torch.autograd.Function):
+    """`Ring.shard`, with the gradient of whole rows on every rank if all ranks compute the same loss."""
+
+    @staticmethod
+    def forward(ctx: Any, ring: Ring, x: Tensor, layout: SequenceLayout) -> Tensor:
+        ctx.ring, ctx.layout = ring, layout
+        return ring.shard(x, layout)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
+        return None, whole_of(ctx.ring.side_by_side(grad, 1), ctx.layout, 1) / ctx.ring.world_size, None
 
 
 def kept(local: Tensor, rows: WholeRows, ring: Ring, numbers: Tensor) -> Tensor:

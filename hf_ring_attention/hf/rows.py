@@ -1,7 +1,6 @@
 """The rows of a call: finds their documents and positions, compares them with all ranks, and cuts each rank's part of them.
 
-The model cuts before its decoder, and a loader in its workers. Every rank has the whole row, so all find the same documents and
-make the same layout: nothing is negotiated.
+The model cuts before its decoder, and a loader in its workers. Every rank has the whole row, so nothing is negotiated.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from ..transport.agreement import digest
 from .cache import ShardedCache, cache_in, tokens_skipped
 from .config import layer_pattern, warn_once
 from .forward_pass import ForwardPass, WholeRows
+from .join import PartOfRows
 from .model_types import COUNT_BY_MASK
 from .pattern_cache import PatternCache
 from .wrappers import numbers_documents, takes, tokens_in
@@ -275,8 +275,7 @@ def cut(
     """Returns the arguments of a decoder with this rank's part of each tensor that has a value for each token.
 
     Those are tensors [B or 1, n, ...], positions [axes, B, n], and the features that a decoder adds at visual tokens
-    (`deepstack_visual_embeds`), which are picked by the mask of these (`visual_pos_masks`). The second result are the rows with
-    their positions.
+    (`deepstack_visual_embeds`), picked by `visual_pos_masks`. The second result are the rows with their positions.
     """
     layout, tokens = rows.layout, tokens_in(arguments)
     assert layout is not None and tokens is not None
@@ -297,7 +296,8 @@ def cut(
         if name == "position_ids" and x.dim() == 3:
             parts[name] = ring.shard(x.movedim(0, -1).expand(rows.batch, -1, -1), layout).movedim(-1, 0)
         elif isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == rows.length and x.shape[0] in (1, rows.batch):
-            parts[name] = ring.shard(x.expand(rows.batch, *x.shape[1:]), layout)
+            shard = PartOfRows.apply if name == "inputs_embeds" else Ring.shard
+            parts[name] = shard(ring, x.expand(rows.batch, *x.shape[1:]), layout)
     seen, features = arguments.get("visual_pos_masks"), arguments.get("deepstack_visual_embeds")
     if isinstance(seen, Tensor) and features is not None:
         numbers = (seen.flatten().cumsum(0) - 1).view(seen.shape)
