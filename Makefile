@@ -103,7 +103,8 @@ GPU_ARGS ?=
 gpu:
 	@PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) recipes/bench/gpu.py $(GPU_ARGS)
 
-# Runs a tiny model of every causal type of Transformers; writes models.json and MODELS.md in hf_ring_attention/hf.
+# Runs a tiny model of every causal type of Transformers, and every kind of adapter of PEFT; writes models.json, MODELS.md and
+# ADAPTERS.md in hf_ring_attention/hf.
 models: $(READY)
 	$(BIN)/python -m tests.survey
 

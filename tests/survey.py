@@ -1,4 +1,7 @@
-"""`python -m tests.survey` runs a tiny model of every causal type of Transformers, as `tests/support/probe.py` describes it."""
+"""`python -m tests.survey` runs a tiny model of every causal type of Transformers, as `tests/support/probe.py` describes it.
+
+`python -m tests.survey --adapters` runs every kind of adapter of PEFT alone.
+"""
 
 import json
 import re
@@ -6,10 +9,12 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import peft
 import torch
 import transformers
 
 from hf_ring_attention.hf import models as models_module
+from tests.support.adapters import KINDS, survey_adapter
 from tests.support.probe import survey
 from tests.support.tiny_models import CAUSAL_TYPES
 from tests.support.tolerance import float64
@@ -28,12 +33,33 @@ again. A type that is not listed here may still be supported: `ra.patch_model` l
 _LAYERS = re.compile(r"^layer \d+ is of type ('\w+') \([^)]*\): ")
 
 
+_ADAPTERS = """# Adapters
+
+`make models` runs every kind of adapter of PEFT {release}, and the variants of LoRA, on a tiny Llama over a ring of two ranks
+in float64. "equal" means: loss, logits and gradients equal those of one process with eager attention. The tests run the lines
+again. Settings of LoRA that only change how its weights begin (PiSSA, OLoRA, EVA, CorDA, LoftQ, LoRA-GA) are not listed.
+
+| adapter | over a ring |
+|---|---|
+"""
+
+
+def write_adapters():
+    """Writes hf/ADAPTERS.md."""
+    with float64():
+        lines = [f"| {kind} | {survey_adapter(kind)} |" for kind in KINDS]
+    text = _ADAPTERS.format(release=peft.__version__) + "\n".join(lines) + "\n"
+    (Path(models_module.__file__).parent / "ADAPTERS.md").write_text(text, encoding="utf-8")
+
+
 def run_survey(types):
     """Surveys these types and prints the results; without types, surveys all and writes their table."""
     unknown = [name for name in types if name not in CAUSAL_TYPES]
     if unknown:
         sys.exit(f"Transformers lacks the causal model type {', '.join(unknown)}: take the model_type of config.json")
     torch.set_num_threads(1)
+    if not types:
+        write_adapters()
     models = []
     for model_type in types or CAUSAL_TYPES:
         with float64():
@@ -92,4 +118,7 @@ def counts(models, release):
 
 
 if __name__ == "__main__":
-    run_survey(sys.argv[1:])
+    if sys.argv[1:] == ["--adapters"]:
+        write_adapters()
+    else:
+        run_survey(sys.argv[1:])

@@ -144,6 +144,16 @@ def remove_hooks(module: nn.Module, unwanted: Callable[[Any], bool]) -> None:
                 getattr(module, mark).pop(number, None)
 
 
+def forward_hooks(model: nn.Module) -> list[tuple[str, Any]]:
+    """Returns the hooks before and after the forward of each module of a model, with the module's path."""
+    return [
+        (path, hook)
+        for path, module in model.named_modules()
+        for hooks in (module._forward_pre_hooks, module._forward_hooks)
+        for hook in hooks.values()
+    ]
+
+
 def divides_weights(hook: Any) -> bool:
     """Returns whether a hook is of FSDP or ZeRO, which gather weights for a call and for its backward."""
     hook = hook.func if isinstance(hook, partial) else hook

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
@@ -79,7 +80,9 @@ def ring_dilated_attention(
 
 def _layer_attention(module: nn.Module, tensors: _Tensors, mask: Tensor | None, settings: LayerSettings) -> Tensor:
     """Returns out [B, m, H, Dv] of a layer."""
-    now = forward_pass_of(getattr(module, "config", None)) or new_pass(module)
+    now = forward_pass_of(getattr(module, "config", None), module) or new_pass(module)
+    if now.probes:  # Some layers share keys and values, and Llama 4 scales queries by their places.
+        return F.pad(F.normalize(tensors[0], dim=-1), (0, tensors[2].shape[-1] - tensors[0].shape[-1])).transpose(1, 2)
     (query, key, value, sinks), tokens = tensors, getattr(mask, TOKENS, None) or _tokens_of(module, mask, now)
     if now.kept is not None and now.kept.arrival.seen:
         return _attention_to_kept(module, tensors, tokens, settings, now)

@@ -20,7 +20,7 @@ from ..plan.problem import Documents, HeldKeys
 from ..ring.planned import outside
 from ..ring.ring import Ring
 from .config import Patterns, patterns_of
-from .wrappers import attachment_of, inner_model, ring_of_calls
+from .wrappers import attachment_of, inner_model, ring_of_calls, share_config
 
 #: A function of hidden states [..., width] that gives logits [..., vocabulary].
 Head = Callable[[Tensor], Tensor]
@@ -80,6 +80,7 @@ class ForwardPass:
     skipped: tuple[int, ...] = ()  # by layer, as `tokens_skipped` returns it
     whole: bool = False  # whether every rank computes whole rows by itself, because the call has a whole cache
     cacheless: bool = False  # whether the caller asked for no cache
+    probes: bool = False  # whether layers leave attention out, for `hf/probe.py`
     #: Makes what the head gets of this rank's last hidden states [B, n local, width]; None for those of whole rows.
     join_last: Callable[[Tensor], Tensor] | None = None
     origin: Any = None  # the `Origin` of results that are formed when they are used; None if none are
@@ -158,10 +159,25 @@ def drop_broken_passes() -> None:
     set_forward_pass(now)
 
 
-def forward_pass_of(config: Any) -> ForwardPass | None:
-    """Returns the running forward pass if its model has this config: an error may have left another one behind."""
+def forward_pass_of(config: Any, layer: nn.Module | None = None) -> ForwardPass | None:
+    """Returns the running forward pass if its model has this config: an error may have left another one behind.
+
+    Args:
+        layer: the layer that asks; a copy of one has a copy of the config, until it asks.
+    """
     now = _RUNNING.get().forward_pass
-    return now if now is not None and now.runner.config is config else None
+    if now is None or now.runner.config is config:
+        return now
+    if layer is None or all(module is not layer for module in now.runner.modules()):
+        return None
+    share_config(now.runner)
+    return now
+
+
+def pass_of_decoder(runner: nn.Module) -> ForwardPass | None:
+    """Returns the running forward pass if it is one of this decoder; a teacher may share its config."""
+    now = _RUNNING.get().forward_pass
+    return now if now is not None and now.runner is runner else None
 
 
 def new_pass(runner: Any, module: Any = None, call: RingCall = RingCall()) -> ForwardPass:

@@ -31,6 +31,7 @@ from .layer_checks import strings_of
 from .lm_loss import IGNORED, next_labels
 from .masks import Tokens, masks_follow_positions, tokens_of
 from .model_types import MIXERS
+from .probe import check_tokens_apart
 from .registration import IMPLEMENTATION
 from .rows import documents_from_mask, find_rows, first_position, places_of, rows_of_call
 from .wrappers import MODULES, attachment_of, runner_of
@@ -114,6 +115,8 @@ def _begin(
             f"{type(runner).__name__} in one graph got padding inside a document: pad before or after it, or call the model "
             f"without torch.compile"
         )
+    if now.layout is not None:
+        check_tokens_apart(now, kwargs)
     now.runner = now.module = None  # Facts that wait for a backward pass keep no model alive.
     rows = RowsInGraph(now, replace(found, layout=now.layout))
     return torch.tensor([[[[CALLS.add(rows, keep=True)]]]], dtype=NUMBER_IN_GRAPHS)
@@ -168,6 +171,7 @@ def in_graph(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     if len(tokens) != 1 or not isinstance(tokens[0], Tensor) or tokens[0].dim() < 2:
         return False
     described = (mask is None or mask.dim() == 2) and (positions is None or positions.dim() == 2)
+    no_gradient = alone or not getattr(kwargs.get("inputs_embeds"), "requires_grad", False)
     of_tokens = labels is None or alone or labels.shape == tokens[0].shape[:2]
     # Every rank would compute whole rows into a new cache; and results are joined by their names.
     whole = (
@@ -177,7 +181,14 @@ def in_graph(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     )
     ours = attachment.in_graphs and not attachment.runs and implementation_of(module.config) == IMPLEMENTATION
     given = [name for name, x in kwargs.items() if x is not None and x is not False]
-    return ours and described and of_tokens and (alone or not whole) and all(name in known for name in given)
+    return (
+        ours
+        and described
+        and of_tokens
+        and no_gradient
+        and (alone or not whole)
+        and all(name in known for name in given)
+    )
 
 
 def begin_in_graph(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

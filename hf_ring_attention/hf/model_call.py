@@ -34,9 +34,9 @@ from .forward_pass import (
     RingCall,
     WholeRows,
     drop_broken_passes,
-    forward_pass_of,
     names_rows_in_graph,
     new_pass,
+    pass_of_decoder,
     running,
     running_with,
     set_forward_pass,
@@ -46,6 +46,7 @@ from .join import joined_output, kept
 from .lm_loss import join_of_fields
 from .on_use import OnUse
 from .output_layer import wrap_head
+from .probe import check_tokens_apart
 from .registration import IMPLEMENTATION
 from .rows import cut, find_rows, whole_positions
 from .support import has_next_token_loss
@@ -128,7 +129,7 @@ def _before_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[s
     check_not_traced()
     drop_broken_passes()
     runner = runner_of(module)
-    now = forward_pass_of(runner.config)
+    now = pass_of_decoder(runner)
     # TRL puts a function of the model in place of its forward, which calls the model with tokens.
     if (now is not None and module is not runner) or any(isinstance(x, nn.Module) for x in args):
         return None
@@ -146,6 +147,7 @@ def _of_decoder(now: ForwardPass, rows: WholeRows, kwargs: dict[str, Any]) -> di
         return {**kwargs, "position_ids": whole_positions(runner, rows, kwargs)} if rows.packed else kwargs
     if now.call.rows is None:  # Otherwise a loader has cut them.
         kwargs, now.rows = cut(runner, kwargs, rows, now.ring)
+    check_tokens_apart(now, kwargs)
     cacheless = takes(runner, "use_cache") and getattr(cache_in(kwargs), "layout", None) is None
     return {**kwargs, "use_cache": False} if cacheless else kwargs
 
@@ -163,7 +165,7 @@ def after_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str
 def _after_model(module: PreTrainedModel, output: Any) -> Any:
     """Returns the output as of whole rows; None for no change."""
     runner = runner_of(module)
-    now = forward_pass_of(runner.config)
+    now = pass_of_decoder(runner)
     if now is None:
         return None
     now.decoder = None

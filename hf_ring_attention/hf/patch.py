@@ -44,7 +44,16 @@ from .model_types import hybrids_of
 from .pattern_cache import cache_for_generate
 from .registration import IMPLEMENTATION
 from .support import check_model
-from .wrappers import ATTACHMENT, attachment_of, check_ring, inner_model, runner_of, wrapped_modules
+from .wrappers import (
+    ATTACHMENT,
+    attachment_of,
+    check_ring,
+    inner_model,
+    models_inside,
+    runner_of,
+    share_config,
+    wrapped_modules,
+)
 
 #: The one field of all of PEFT's configs that takes any dict. PEFT itself uses it only for adapters without a task_type.
 _FIELD = "auto_mapping"
@@ -123,7 +132,8 @@ def patch_model(
     """Makes a loaded model compute with "ring_dilated".
 
     In a model that also sees or hears, the text model is patched. If PEFT or torch.compile has wrapped a model, the
-    model inside is patched. Models that share one config object share its pattern.
+    model inside is patched. Models that share one config object share its pattern. A model that another one calls, such as a
+    frozen teacher, gets the ring too, and keeps its pattern.
 
     Args:
         model: a model of Transformers, bare or wrapped; it is changed in place.
@@ -157,6 +167,7 @@ def patch_model(
         [True, True]
     """
     inner = inner_model(model, "patch_model")
+    share_config(runner_of(inner))
     check_model(inner, sharded=ring is not None and ring.world_size > 1)
     if ring is not None:
         check_ring(inner, ring)
@@ -182,6 +193,8 @@ def patch_model(
     hybrids = hybrids_of(config)
     if hybrids is not None:
         hybrids.attach_mixers(inner)
+    for other in models_inside(inner) if ring is not None else ():
+        patch_model(other, ring=ring)
     return model
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ..compute.private import compiled_module
 from ..ring.operator import Numbered
@@ -50,6 +50,8 @@ class Attachment:
     is_decoder: bool = False
     runs: bool = False  # whether a call of it has begun outside of a graph, so that no part of it may begin in one
     loss_in_parts: bool = False  # whether its loss is one of next tokens, which each rank can compute for its part
+    inside: int | None = None  # names the modules and hooks inside that `hf/probe.py` has looked at
+    trained: int = 0  # its calls over a ring while it trains
 
     def __reduce__(self) -> Any:
         return Attachment, (self.ring, self.kernel)
@@ -124,6 +126,27 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     """Returns the part of a model whose rows are tokens: all of it, or the text model of one that also sees or hears."""
     config = model.config.get_text_config()
     return next((module for module in model.modules() if getattr(module, "config", None) is config), model)
+
+
+def share_config(runner: PreTrainedModel) -> None:
+    """Gives copied layers of a decoder, which have a copy of its config, the config itself: it names their model."""
+    of_models = [module.config for module in runner.modules() if isinstance(module, PreTrainedModel)]
+    for module in runner.modules():
+        config = getattr(module, "config", None)
+        if type(config) is type(runner.config) and all(config is not other for other in of_models):
+            module.config = runner.config
+
+
+def models_inside(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """Returns the models beside a model's decoder that are no part of it, such as a frozen teacher."""
+    runner, parts, config = runner_of(model), [model.config], model.config.get_text_config()
+    for whole in parts:
+        parts += [x for x in vars(whole).values() if isinstance(x, PretrainedConfig)]
+    beside = [x for x in model.modules() if isinstance(x, PreTrainedModel) and x is not model]
+    apart = [
+        x for x in beside if all(x is not y for y in runner.modules()) and all(y is not runner for y in x.modules())
+    ]
+    return [x for x in apart if x.config is config or all(x.config is not y for y in parts)]
 
 
 def class_of_transformers(module: nn.Module) -> type:

@@ -119,7 +119,7 @@ class _ByDocuments:
 
     def output(self, hidden: Tensor, kwargs: dict[str, Any]) -> Any:
         """Returns the output of the mixer, as a tensor or as the mixer's forward returns it."""
-        ring, now = attachment_of(self.module).ring, forward_pass_of(self.config)
+        ring, now = attachment_of(self.module).ring, forward_pass_of(self.config, self.module)
         if ring is not None and ring.world_size > 1 and not (now is not None and now.whole):
             if now is None:
                 raise RuntimeError(
