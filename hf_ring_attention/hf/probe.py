@@ -62,7 +62,7 @@ def _fingerprint(runner: nn.Module, hooks: list[tuple[str, Any]]) -> list[Any]:
     Ranks that divide weights compute together. They must agree without asking, and some hooks are of one rank only.
     """
     modules = [*runner.modules()]
-    of_peft: list[Any] = [module for module in modules if _is_of_peft(module)]
+    of_peft: list[Any] = [module for module in modules if hasattr(type(module), "active_adapter")]
     functions = [hook.func if isinstance(hook, partial) else hook for _, hook in hooks]
     if any(divides_weights(hook) for hook in functions):
         functions = []
