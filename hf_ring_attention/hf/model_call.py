@@ -86,9 +86,10 @@ class DecoderForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() or names_rows_in_graph(kwargs.get("attention_mask")):
             return self._of(self.module)(*args, **kwargs)
-        now = forward_pass_of(self.module.config)
-        begun = None if now is None else now.decoder
-        return self.module(*args, **kwargs) if begun is None else self._of(begun)(*args, **kwargs)
+        now = running().forward_pass
+        begun = None if now is None else now.decoder  # or a replica, whose attributes are the same
+        ours = begun is not None and vars(begun).get("forward") is self
+        return self._of(begun)(*args, **kwargs) if ours else self.module(*args, **kwargs)
 
 
 def _wrap_decoder(runner: PreTrainedModel) -> None:

@@ -86,7 +86,8 @@ def _looking_at_tokens(now: ForwardPass, kwargs: Mapping[str, Any]) -> list[str]
     alone: dict[str, Any] = {"ring": ring_alone(now.ring.kernel), "whole": True, "kept": None, "held": None}
     apart = replace(now, rows=rows, probes=True, join_last=None, origin=None, tokens=[], outer=now, **alone)
     watch = _Comparison(len(tokens))
-    last = 0 if now.rows is None else now.rows.last_position
+    positions = None if now.rows is None else now.rows.positions
+    last = 0 if positions is None else int(positions.max())
     with ExitStack() as stack:
         devices = [tokens.device] if tokens.is_cuda else []
         for context in (torch.no_grad(), torch.random.fork_rng(devices), evaluating(runner)):
