@@ -63,6 +63,8 @@ class Clock(TextStreamer):
 def written(tokenizer: Any, text: str, question: str, tokens: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the tokens [1, n] of a text, with what its template puts in front, and those of a question behind it."""
     text, behind = text.strip(), f"\n\nQuestion: {question}\nAnswer:"
+    if not text:
+        raise SystemExit("--text: the file is empty: name one with text")
     before, plain = "", {"add_special_tokens": False, "return_tensors": "pt", "verbose": False}
     if tokenizer.chat_template:
         content = [{"role": "user", "content": f"{text}\n\n{question}"}]

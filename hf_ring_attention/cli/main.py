@@ -60,8 +60,21 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the command line, with the arguments of the process by default.
 
     Raises:
-        SystemExit: 2 after one line about wrong arguments; 1 after one that names processes that are gone; 130 after Ctrl-C.
+        SystemExit: 2 after one line about wrong arguments; 1 after one that names processes that are gone, or if nobody reads
+            what is printed any more; 130 after Ctrl-C.
     """
+    try:
+        try:
+            _main(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # A reader such as `head` has ended. Python flushes again at its own end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+def _main(arguments: list[str] | None) -> None:
+    """Runs a command, and ends the process."""
     prog = PROGRAM
     try:
         require_extra("the command line", "rich")

@@ -288,10 +288,10 @@ def prompt_is_cut() -> bool:
     return frame is not None and len(frame.f_locals.get("input_chunks", ())) > 1
 
 
-def make_cache_of_generate(model: Any, make: Callable[[Any], Any]) -> None:
+def make_cache_of_generate(model: Any, make: Callable[[Any, bool], Any]) -> None:
     """Makes `generate` of a model use the cache that `make` returns for the model, where it was asked for none.
 
-    `make` returns None for the cache that generate makes itself.
+    `make` also gets whether the model drafts tokens, and returns None for the cache that generate makes itself.
     """
     if not isinstance(vars(model).get("_prepare_cache_for_generation"), _CacheOfGenerate) and hasattr(
         model, "generate"
@@ -304,11 +304,13 @@ class _CacheOfGenerate(partial[Any]):
     """The method of a model that makes the cache of `generate`; copies of the model have copies of it."""
 
 
-def _prepare_cache(model: Any, make: Callable[[Any], Any], config: Any, arguments: dict[str, Any], *others: Any) -> Any:
+def _prepare_cache(
+    model: Any, make: Callable[[Any, bool], Any], config: Any, arguments: dict[str, Any], *others: Any
+) -> Any:
     before = {*arguments}
     result = type(model)._prepare_cache_for_generation(model, config, arguments, *others)
     made = [name for name in arguments.keys() - before if type(arguments[name]).__name__ == "DynamicCache"]
-    if config.cache_implementation is None and made and (cache := make(model)) is not None:
+    if config.cache_implementation is None and made and (cache := make(model, config.is_assistant)) is not None:
         if config.is_assistant:
             cache.activate_past_recording()
         arguments[made[0]] = cache

@@ -104,7 +104,7 @@ def _layer_attention(module: nn.Module, tensors: _Tensors, mask: Tensor | None, 
     if now.kept is not None:
         layer = now.kept.layer_of(module, *tensors[1:3])
         if layer.pending:
-            layer.begin(layer_call(*tensors[:2], planned.arguments(), now.ring.kernel))
+            layer.begin(layer_call(*tensors[:2], planned.arguments(), now.ring.kernel), key)
             layer.rebuild(*tensors[1:3])
             now.kept.end_layer(layer)
     return out.transpose(1, 2).contiguous()
@@ -133,7 +133,7 @@ def _attention_to_kept(
                 f"{name_of(module)} is not causal, and a PatternCache holds causal rows: use 'sdpa'"
             )
         call = layer_call(query, key, checked, ring.kernel)
-        layer.begin(call)
+        layer.begin(call, key)
         layer.checked[module] = kind, call
     if layer.few(query.shape[2]):
         out = layer.attend_few(ring, query, key, value, sinks)

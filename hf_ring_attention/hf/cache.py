@@ -22,6 +22,9 @@ from .model_types import hybrids_of
 from .pattern_cache import PatternCache, cache_for_generate
 from .wrappers import attachment_of, evaluating, signature_of, takes, whole_model
 
+#: The attributes of a config that are the token of an image, a video or a sound.
+_MEDIA = re.compile(r"(image|video|audio|speech)_token_(id|index)")
+
 
 def cache_in(arguments: Mapping[str, Any]) -> Cache | None:
     """Returns the cache among the arguments of a call, whatever its name: releases of Transformers rename it."""
@@ -50,6 +53,27 @@ def tokens_skipped(cache: Cache | None) -> tuple[int, ...]:
         return ()
     layers: Any = cache.layers
     return tuple(cache.get_mask_sizes(1, n)[1] - layer.get_mask_sizes(1)[1] for n, layer in enumerate(layers))
+
+
+def check_positions(name: str, cache: Cache, arguments: Mapping[str, Any]) -> None:
+    """Refuses position ids that go back behind the tokens of a filled cache, as a row does that is passed as a whole again."""
+    positions, mask = arguments.get("position_ids"), arguments.get("attention_mask")
+    seen = int(cache.get_seq_length())
+    if seen and isinstance(positions, Tensor) and positions.dim() == 3 and len(positions) == 4:
+        positions = positions[0]  # of text; others count images
+    if not seen or not isinstance(positions, Tensor) or positions.dim() != 2:
+        return
+    before, new = torch.tensor(seen), torch.ones(1, dtype=torch.bool)
+    if mask is not None:
+        if not isinstance(mask, Tensor) or mask.shape[1:] != (seen + positions.shape[1],):
+            return  # Other checks know masks of other lengths.
+        before, new = (mask[:, :seen] != 0).sum(1, keepdim=True), mask[:, seen:] != 0
+    wrong = (positions < before.to(positions.device)) & new.to(positions.device)
+    if wrong.any():
+        raise ValueError(
+            f"{name}: the cache holds {seen} tokens, and position_ids go back to {int(positions[wrong].min())}: pass only the "
+            f"tokens behind it; assistant_model and prompt_lookup_num_tokens take no filled cache"
+        )
 
 
 class ShardedLayer(DynamicLayer):
@@ -143,8 +167,8 @@ def prefill(
         The cache, for `cache` of `generate` on this rank (before Transformers 5.24: `past_key_values`).
 
     Raises:
-        ValueError: a model with virtual tokens of PEFT, tokens or a mask that are not [B, n] or differ between ranks, padding
-            for a model that numbers its tokens itself, or another cache implementation.
+        ValueError: a model with virtual tokens of PEFT, tokens or a mask that are not [B, n] or differ between ranks, tokens
+            of images or sounds, padding for a model that numbers its tokens itself, or another cache implementation.
         NotImplementedError: a model that keeps states outside of its cache.
 
     Example:
@@ -171,13 +195,21 @@ def prefill(
         if input_ids.dim() != 2 or 0 in input_ids.shape or mask.shape != input_ids.shape:
             got = f"{tuple(input_ids.shape)} and a mask {tuple(mask.shape)}"
             raise ValueError(f"prefill: input_ids must be [batch, tokens], like the mask, got {got}")
+        media = [x for name, x in vars(inner.config).items() if _MEDIA.fullmatch(name) and isinstance(x, int)]
+        if inner.config is not config and bool(
+            torch.isin(input_ids, torch.tensor(media, device=input_ids.device)).any()
+        ):
+            raise ValueError(
+                f"prefill: input_ids hold tokens of images or sounds ({media}), and prefill takes none: call the model with "
+                f"them and cache=ra.PatternCache(model)"
+            )
         if not bool(mask.all()) and not takes(inner, "position_ids"):
             raise ValueError(
                 f"prefill: {type(inner).__name__} takes no position_ids, so its generate would number padded rows differently"
             )
     layout = ring.layout_for(input_ids.shape[1], layer_pattern(config, None))
-    cache: Any = None if hybrids is not None or cache_implementation else cache_for_generate(inner, "prefill")
-    if cache is None:
+    cache: Any = None if hybrids is not None or cache_implementation else cache_for_generate(inner, caller="prefill")
+    if not isinstance(cache, PatternCache):
         cache = (ShardedCache if hybrids is None else hybrids.sharded_hybrid_cache)(layout, config)
     else:
         cache.layout, cache.document = layout if ring.world_size > 1 else None, layout.seq_len

@@ -185,6 +185,8 @@ def _after_model(module: PreTrainedModel, output: Any) -> Any:
             f"{type(module).__name__} computes no cross entropy of its logits, so a loss in slices of tokens cannot take its "
             f"place"
         )
+    if now.kept is not None:
+        now.kept.end_call()
     return output if now.join_result is None else now.join_result(output)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..compute.private import implementation_of
 from ..plan.kept import keeps_all
@@ -32,8 +32,9 @@ class PatternCache(Cache):
     `cache`, a `cache_implementation` ("dynamic" keeps all rows) or `use_cache=False`.
 
     `crop` goes back to a length whose rows are all there: by the tokens of the last call, or further after
-    `activate_past_recording()`, which keeps all later rows until the next `crop`. `prefill` makes caches that the ranks of a
-    ring share; these also go back to the end of the prefilled tokens.
+    `activate_past_recording()`, which keeps all later rows until the next `crop`. Recurrent layers go back to the length at
+    which recording began, and to no other. `prefill` makes caches that the ranks of a ring share; these also go back to the end
+    of the prefilled tokens. A filled cache can be copied and pickled.
 
     Args:
         model: a model after `ra.patch_model`; this cache then serves this pattern only.
@@ -74,12 +75,24 @@ class PatternCache(Cache):
         else:
             layers = hybrids.pattern_layers(layers, self._shared)
         super().__init__(layers=layers, offloading=offloading, offload_only_non_sliding=False)
-        self._pattern_layers = [layer for layer in layers if isinstance(layer, PatternLayer)]
         self._valid: Tensor | None = None  # [B, tokens], False for padding; None without padding
         self.layout: SequenceLayout | None = None  # of the row that the ranks of a ring share; None for whole rows
         self.document: int | None = None  # the tokens of `prefill`, which `crop` may always go back to
         self._floor = 0  # while recording, the shortest length that `crop` may go back to
-        self._calls = 0
+        self._calls, self._last_recorded = (
+            0,
+            None,
+        )  # numbers of calls; the call after a `crop` is the last one that is recorded
+        self._half_done = False  # whether a call has given keys and has not ended
+
+    @property
+    def _pattern_layers(self) -> list[PatternLayer]:  # A model may append layers.
+        return [layer for layer in self.layers if isinstance(layer, PatternLayer)]
+
+    @property
+    def _seen(self) -> int:
+        """The tokens in the cache, with padding."""
+        return max((layer.seen for layer in self._pattern_layers), default=0)
 
     @property
     def arrival(self) -> Arrival:
@@ -103,26 +116,46 @@ class PatternCache(Cache):
 
         Raises:
             ValueError: tokens or a mask that do not continue the rows, packed rows, a cache that an error has left behind or
-                that another ring has filled, or `exact_attention`, which needs rows that were dropped.
+                that another ring has filled, another implementation, or `exact_attention`, which needs rows that were dropped.
         """
-        name, layout, rank, ranks = type(now.module).__name__, self.layout, now.ring.rank, now.ring.world_size
-        if layout is not None and layout.world_size != ranks:
+        self._valid = self._checked(now, tokens, mask)
+        if self._last_recorded is not None and self._calls >= self._last_recorded:
+            self._end_recording()
+        assert tokens is not None
+        self._calls += 1
+        self._shared.arrival = self._counted(now, self._seen, tokens.shape[1])
+
+    def end_call(self) -> None:
+        """Ends a call in which all layers have attended."""
+        self._half_done = False
+
+    def _checked(self, now: ForwardPass, tokens: Tensor | None, mask: Any) -> Tensor | None:
+        """Returns the mask of all tokens, as `_checked_mask` does; refuses calls that this cache cannot serve."""
+        name, ranks, seen = type(now.module).__name__, now.ring.world_size, self._seen
+        implementation = implementation_of(now.runner.config)
+        if implementation != IMPLEMENTATION:
             raise ValueError(
-                f"{name}: {layout.world_size} ranks share the PatternCache, and the model's ring has {ranks}: call ra.prefill"
+                f"{name} computes attention by {implementation!r}, and a PatternCache lacks rows that it needs: call "
+                f"ra.patch_model, or pass cache=DynamicCache()"
             )
-        seen = max([layer.seen for layer in self._pattern_layers], default=0)
-        if [layer for layer in self._pattern_layers if layer.pending or (layer.rows and layer.seen != seen)]:
+        if self.layout is not None and self.layout.world_size != ranks:
+            shared = f"{self.layout.world_size} ranks share the PatternCache"
+            raise ValueError(f"{name}: {shared}, and the model's ring has {ranks}: call ra.prefill")
+        if self._half_done:
             raise ValueError(f"{name}: an earlier call with this PatternCache has failed halfway: make another one")
         if now.exact:
             raise ValueError(f"{name}: a PatternCache lacks keys that exact_attention needs: pass cache=DynamicCache()")
         if tokens is None or tokens.dim() < 2 or 0 in tokens.shape[:2]:
             raise ValueError(f"{name}: input_ids or inputs_embeds of new tokens were expected beside a PatternCache")
         batch, n = tokens.shape[:2]
-        first = next((x for layer in self._pattern_layers for rows in layer.rows for x in rows.tensors), None)
-        if first is not None and first.shape[0] != batch:
-            raise ValueError(f"{name}: the PatternCache holds {first.shape[0]} batch rows, and {batch} came")
-        self._valid = valid = self._checked_mask(name, mask, batch, seen, n)
-        recording = self.recording
+        if self._batch not in (0, batch):
+            raise ValueError(f"{name}: the PatternCache holds {self._batch} batch rows, and {batch} came")
+        return self._checked_mask(name, mask, batch, seen, n)
+
+    def _counted(self, now: ForwardPass, seen: int, n: int) -> Arrival:
+        """Returns the positions of n new tokens behind `seen` ones."""
+        layout, valid, recording = self.layout, self._valid, self.recording
+        rank, ranks = now.ring.rank, now.ring.world_size
         before, floors = self._positions_at(seen), self._positions_at(self._floor if recording else seen)
         document = None if self.document is None else self._positions_at(self.document)
         positions, inside = torch.arange(seen, seen + n)[None], None
@@ -134,13 +167,11 @@ class PatternCache(Cache):
         rows, pieces = positions, tuple[int, ...]()
         if layout is not None:
             if inside is not None:
+                name = type(now.module).__name__
                 raise ValueError(f"{name}: got padding inside a document: over a ring, pad before or after it")
             rows = positions[:, : n if rank == ranks - 1 else 0] if seen else now.ring.shard(positions, layout, fill=-1)
             pieces = tuple(sorted({x for piece in layout.pieces(rank) for x in (piece.start, piece.stop)}))
-        self._calls += 1
-        self._shared.arrival = Arrival(
-            self._calls, seen, positions, rows, pieces, before, floors, document, recording, inside
-        )
+        return Arrival(self._calls, seen, positions, rows, pieces, before, floors, document, recording, inside)
 
     def _positions_at(self, length: int) -> Tensor:
         """Returns the positions [B or 1] behind this number of tokens."""
@@ -212,20 +243,24 @@ class PatternCache(Cache):
         """Removes the last `-tokens_to_remove` tokens.
 
         Raises:
-            ValueError: a positive number; or rows that the remaining tokens see have been dropped.
+            ValueError: a positive number; rows that the remaining tokens see have been dropped; or no state of recurrent layers is
+                kept for them.
         """
         if tokens_to_remove > 0:
             raise ValueError(f"PatternCache: crop takes minus the number of tokens to remove, got {tokens_to_remove}")
-        seen, count = max((layer.seen for layer in self._pattern_layers), default=0), -tokens_to_remove
+        seen, layers, count = self._seen, cast(list[Any], self.layers), -tokens_to_remove
         length = max(0, seen - count)
         lengths = self._positions_at(length)
         document = None if self.document is None else self._positions_at(self.document)
-        if count and not all(table.has(lengths, document) for table in self._shared.tables.values()):
+        has_rows = all(table.has(lengths, document) for table in self._shared.tables.values())
+        has_states = all(layer.goes_back(length == self._floor) for layer in layers if hasattr(layer, "goes_back"))
+        if self._half_done or (count and not (has_rows and has_states)):
+            lacking = "rows that {} tokens see were dropped" if has_states else "no state behind {} tokens is kept"
+            reason = "a call has failed halfway" if self._half_done else lacking.format(length)
             raise ValueError(
-                f"PatternCache: rows that {length} tokens see were dropped, of {seen} tokens: call "
-                f"cache.activate_past_recording() before the tokens that you crop"
+                f"PatternCache: {reason}, of {seen} tokens: call cache.activate_past_recording() before the tokens that you "
+                f"crop"
             )
-        layers: list[Any] = self.layers
         for layer in layers:
             if not isinstance(layer, PatternLayer) or layer.seen:
                 layer.crop(length - seen)
@@ -234,15 +269,20 @@ class PatternCache(Cache):
                 table.crop(lengths)
             self._valid = None if self._valid is None else self._valid[:, :length]
             self.document = None if self.document is None else min(self.document, length)
-        self._floor = length
+        self._floor, self._last_recorded = length, self._calls + 1
 
     def activate_past_recording(self) -> None:
         """Keeps all later rows until the next `crop`, which then may remove any of them."""
-        if not self.recording:
-            self._floor = max((layer.seen for layer in self._pattern_layers), default=0)
-        for layer in self.layers:
-            if hasattr(layer, "activate_past_recording"):
-                layer.activate_past_recording()
+        if self._last_recorded is not None or not self.recording:
+            self._end_recording()
+            self._floor = self._seen
+            super().activate_past_recording()
+
+    def _end_recording(self) -> None:
+        self._last_recorded = None
+        for layer in cast(list[Any], self.layers):
+            if getattr(layer, "record_past", False):
+                layer.end_recording()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Takes the batch rows of these numbers [rows]."""
@@ -268,15 +308,17 @@ class PatternCache(Cache):
         """Empties the cache."""
         if self.layout is not None:
             raise ValueError("a sharded cache cannot be filled again: make another one with ra.prefill")
+        self._end_recording()
         super().reset()
         self._shared.tables.clear()
-        self._valid, self._floor, self.document = None, 0, None
+        self._valid, self._floor, self.document, self._half_done = None, 0, None, False
 
 
 def _update(cache: PatternCache, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    if not cache.arrival.number:
+    now, of_layer = running().forward_pass, cast(Any, cache.layers[layer])
+    if now is None or now.kept is not cache:
         raise ValueError("PatternCache: it serves calls of a patched model: call the model, not its layers")
-    of_layer: Any = cache.layers[layer]
+    cache._half_done, of_layer.shared = True, cache._shared  # A model may have copied the layer alone.
     if not cache.offloading:
         of_layer.update(key, value)
     else:
@@ -290,22 +332,42 @@ _update_at_a_break = torch.compiler.disable(_update, reason=UNTRACEABLE)
 
 def _why_not(model: nn.Module, config: Any) -> str | None:
     """Returns why a `PatternCache` cannot serve a model; None if it can."""
-    hybrids = hybrids_of(config)
+    hybrids, patterns = hybrids_of(config), patterns_of(config)
+    modes = [*zip(getattr(config, "kv_sharing_modes", None) or (), getattr(config, "layer_types", None) or ())]
+    owners = {kind: patterns.get(n, patterns.get(None)) for n, (mode, kind) in enumerate(modes) if mode != "reuse"}
+    if any(
+        patterns.get(n, patterns.get(None)) != owners.get(kind)
+        for n, (mode, kind) in enumerate(modes)
+        if mode == "reuse"
+    ):
+        return "layers with other patterns share keys"
     reason = OTHER_VALUES.get(config.model_type)
     return reason if reason is not None or hybrids is None else hybrids.why_no_pattern_cache(model)
 
 
-def cache_for_generate(model: PreTrainedModel, caller: str = "generate") -> PatternCache | None:
-    """Returns a cache for a caller that was given none, and says so once; None if the model's patterns drop no keys."""
-    config = model.config.get_text_config(decoder=True)
-    unfit = implementation_of(config) != IMPLEMENTATION or any(x is config for x in running().exact)
+def cache_for_generate(model: PreTrainedModel, drafts: bool = False, caller: str = "generate") -> Cache | None:
+    """Returns a cache for a caller that was given none, and says so once; None for the one that Transformers makes.
+
+    Args:
+        drafts: whether the model drafts tokens for another, which may remove any of them again.
+    """
+    config, name = model.config.get_text_config(decoder=True), type(model).__name__
+    if implementation_of(config) != IMPLEMENTATION or any(x is config for x in running().exact):
+        return None
+    patterns, reason = patterns_of(config), _why_not(model, config)
     # Latent keys take fewer bytes than those of all heads that are made of them, which a PatternCache holds.
     latent = getattr(config, "kv_lora_rank", None) is not None
-    if unfit or latent or all(map(keeps_all, patterns_of(config).values())) or _why_not(model, config) is not None:
+    if not (drafts or latent or all(map(keeps_all, patterns.values()))):
+        if reason is None:
+            warn_once(
+                f"{caller} keeps only the rows that the pattern of {name} can still see (ra.PatternCache): pass "
+                f"cache_implementation='dynamic' to keep all rows",
+                logging.INFO,
+            )
+            return PatternCache(model)
+        warn_once(f"{caller} keeps all rows of {name}: {reason}", logging.INFO)
+    if not patterns.layers:
         return None
-    warn_once(
-        f"{caller} keeps only the rows that the pattern of {type(model).__name__} can still see (ra.PatternCache): pass "
-        f"cache_implementation='dynamic' to keep all rows",
-        logging.INFO,
-    )
-    return PatternCache(model)
+    cache = DynamicCache(config=config)  # Patterns of layers may reach beyond the windows of the model.
+    cache.layers = [DynamicLayer() if type(x) is DynamicSlidingWindowLayer else x for x in cache.layers]
+    return cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -153,10 +152,10 @@ class PatternLayer(CacheLayerMixin):
             raise ValueError("PatternCache: its keys have no gradient: use torch.no_grad(), or pass use_cache=False")
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if (key_states.dtype, key_states.device) != (self.dtype, self.device):
+        if self.seen != self.shared.arrival.seen:
             raise ValueError(
-                f"PatternCache: it holds {self.dtype} on {self.device}, and keys came in {key_states.dtype} on "
-                f"{key_states.device}: use one dtype and one device, autocast included"
+                f"PatternCache: a layer holds {self.seen} tokens, and its cache {self.shared.arrival.seen}: make another, and "
+                f"run all layers in every call"
             )
         self.seen = self.shared.arrival.total
         self.pending, self._newest = True, (weakref.ref(key_states), weakref.ref(value_states))
@@ -175,13 +174,9 @@ class PatternLayer(CacheLayerMixin):
     def keys(self, value: Tensor | None) -> None:
         """Leaves the rows as they are: Transformers sets None for an empty layer."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PatternLayer:
-        made = memo[id(self)] = type(self).__new__(type(self))
-        if id(self.shared) not in memo:  # A copy of a layer only, which a model appends to the cache.
-            memo |= {id(x): x for x in (self.shared, *self.shared.tables.values())}
-        left_out: dict[str, Any] = {"_newest": None, "checked": {}}  # which lead to modules and to other tensors
-        vars(made).update({name: copy.deepcopy(x, memo) for name, x in (vars(self) | left_out).items()})
-        return made
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out of copies and files what leads to modules and to other tensors."""
+        return vars(self) | {"_newest": None, "checked": {}, "_kernels": {}}
 
     def get_seq_length(self) -> int:
         """Returns the number of tokens of the whole sequence, whatever is kept of them."""
@@ -211,6 +206,9 @@ class PatternLayer(CacheLayerMixin):
     def activate_past_recording(self) -> None:
         self.record_past = True
 
+    def end_recording(self) -> None:
+        self.record_past = False
+
     def _map(self, function: Any) -> None:
         for rows in self.rows:
             rows.map(function)
@@ -222,8 +220,14 @@ class PatternLayer(CacheLayerMixin):
 
     # ---- attention
 
-    def begin(self, call: LayerCall) -> None:
-        """Checks that the layer has the pattern and the heads of earlier calls."""
+    def begin(self, call: LayerCall, key: Tensor) -> None:
+        """Checks that the layer has the pattern, the heads, the dtype and the device of earlier calls."""
+        held = next((x for rows in self.rows for x in rows.tensors), key)
+        if (key.dtype, key.device) != (held.dtype, held.device):
+            raise ValueError(
+                f"PatternCache: it holds {held.dtype} on {held.device}, and keys came in {key.dtype} on {key.device}: use one "
+                f"dtype and one device, autocast included"
+            )
         if self.call is None:
             self.call = call
             first = call.head_shard[0] * call.kv_heads

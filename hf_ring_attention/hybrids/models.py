@@ -82,7 +82,61 @@ def why_no_pattern_cache(model: nn.Module) -> str | None:
     return None
 
 
-class _PatternHybridLayer(LinearAttentionLayer, PatternLayer):  # type: ignore[misc, override]
+#: The attributes of a layer that are its state.
+_STATE = (
+    "conv_states",
+    "recurrent_states",
+    "has_previous_state",
+    "is_conv_states_initialized",
+    "is_recurrent_states_initialized",
+)
+
+
+class _StateLayer(LinearAttentionLayer):
+    """One layer's state, and a copy of it, which `crop` goes back to."""
+
+    kept: dict[str, Any] | None = None
+
+    def keep(self) -> None:
+        """Keeps a copy of the state."""
+        self.kept = copy.deepcopy({name: getattr(self, name) for name in _STATE})
+
+    def restore(self) -> None:
+        """Makes the copy the state again."""
+        vars(self).update(copy.deepcopy(self.kept or {}))
+
+    def activate_past_recording(self) -> None:
+        super().activate_past_recording()
+        self.keep()
+
+    def end_recording(self) -> None:
+        if any(self.is_conv_states_initialized.values()):
+            LinearAttentionLayer.crop(self, 0)
+        self.record_past, self.kept = False, None
+
+    def goes_back(self, to_kept: bool) -> bool:
+        """Returns whether `crop` may remove tokens; `to_kept`: all tokens since the copy."""
+        return self.record_past and (to_kept or not any(self.is_recurrent_states_initialized.values()))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove and any(self.is_recurrent_states_initialized.values()):
+            self.restore()
+        elif self.record_past and any(self.is_conv_states_initialized.values()):
+            LinearAttentionLayer.crop(self, tokens_to_remove)
+        if self.record_past:
+            self.keep()
+
+    def reset(self) -> None:
+        self.__init__(number_of_states=self.number_of_states)  # type: ignore[misc]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Takes the batch rows of these numbers, also of the copy."""
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+        for name in _STATE[:2] if self.kept else ():
+            self.kept[name] = {k: x if x is None else x[beam_idx.to(x.device)] for k, x in self.kept[name].items()}
+
+
+class _PatternHybridLayer(_StateLayer, PatternLayer):  # type: ignore[misc, override]
     """One layer's rows that later queries see, and its state."""
 
     is_compileable = False
@@ -106,12 +160,12 @@ class _PatternHybridLayer(LinearAttentionLayer, PatternLayer):  # type: ignore[m
         self.__init__(self.shared, self.number_of_states)  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
-        LinearAttentionLayer.crop(self, tokens_to_remove)
+        _StateLayer.crop(self, tokens_to_remove)
         PatternLayer.crop(self, tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         PatternLayer.reorder_cache(self, beam_idx)
-        LinearAttentionLayer.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
+        _StateLayer.reorder_cache(self, beam_idx)
 
 
 def pattern_layers(layers: list[Any], shared: Shared) -> list[Any]:
@@ -119,13 +173,20 @@ def pattern_layers(layers: list[Any], shared: Shared) -> list[Any]:
     made = []
     for layer in layers:
         both = isinstance(layer, LinearAttentionLayer) and isinstance(layer, DynamicLayer)
-        kept = PatternLayer(shared) if isinstance(layer, DynamicLayer) else layer
+        kept = PatternLayer(shared) if isinstance(layer, DynamicLayer) else _of_states(layer)
         made.append(_PatternHybridLayer(shared, layer.number_of_states) if both else kept)
     return made
 
 
-class _ShardedHybridLayer(LinearAttentionAndFullAttentionLayer, ShardedLayer):  # type: ignore[misc, override]
+def _of_states(layer: Any) -> Any:
+    """Returns a layer that can keep a copy of its states in place of one of Transformers; other layers as they are."""
+    return _StateLayer(layer.number_of_states) if isinstance(layer, LinearAttentionLayer) else layer
+
+
+class _ShardedHybridLayer(_StateLayer, LinearAttentionAndFullAttentionLayer, ShardedLayer):  # type: ignore[misc, override]
     """One layer's keys and values, which are sharded, and its state."""
+
+    reset = ShardedLayer.reset
 
     def __init__(self, layout: SequenceLayout) -> None:
         super().__init__()
@@ -135,10 +196,6 @@ class _ShardedHybridLayer(LinearAttentionAndFullAttentionLayer, ShardedLayer):  
 class ShardedHybridCache(ShardedCache):
     """A sharded cache of keys, values and states. Its length is that of the whole sequence; `crop` goes back to it."""
 
-    def __init__(self, layout: SequenceLayout, config: PretrainedConfig) -> None:
-        super().__init__(layout, config)
-        self._kept: list[Any] = []
-
     @staticmethod
     def layers_of(layout: SequenceLayout, config: PretrainedConfig) -> list[Any]:
         """Returns an empty layer of the cache for each layer of a model: keys and values are sharded, states are not."""
@@ -147,15 +204,16 @@ class ShardedHybridCache(ShardedCache):
             if isinstance(layer, LinearAttentionAndFullAttentionLayer):
                 layers.append(_ShardedHybridLayer(layout))
             else:
-                layers.append(ShardedLayer(layout) if isinstance(layer, DynamicLayer) else layer)
+                layers.append(ShardedLayer(layout) if isinstance(layer, DynamicLayer) else _of_states(layer))
         return layers
 
     def _recurrent(self) -> list[Any]:
-        return [layer for layer in self.layers if hasattr(layer, "recurrent_states")]
+        return [layer for layer in self.layers if isinstance(layer, _StateLayer)]
 
     def keep_states(self) -> None:
         """Keeps a copy of the states, which `crop` restores."""
-        self._kept = [copy.deepcopy((layer.conv_states, layer.recurrent_states)) for layer in self._recurrent()]
+        for layer in self._recurrent():
+            layer.keep()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last `-tokens_to_remove` tokens, which are all tokens after the prefilled row, or none."""
@@ -170,22 +228,14 @@ class ShardedHybridCache(ShardedCache):
             if isinstance(layer, ShardedLayer):
                 ShardedLayer.crop(layer, tokens_to_remove)
         if remaining < length:
-            for layer, states in zip(self._recurrent(), copy.deepcopy(self._kept), strict=True):
-                layer.conv_states, layer.recurrent_states = states
+            for layer in self._recurrent():
+                layer.restore()
 
     @property
     def num_rows(self) -> int:
         """The number of batch rows."""
         kinds = [kind for layer in self._recurrent() for kind in (layer.conv_states, layer.recurrent_states)]
         return next(len(x) for kind in kinds for x in kind.values() if x is not None)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Takes the batch rows of these numbers [rows], also of the states that `crop` goes back to."""
-        Cache.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
-        self._kept = [
-            tuple({k: x if x is None else x[beam_idx.to(x.device)] for k, x in kind.items()} for kind in kinds)
-            for kinds in self._kept
-        ]
 
     # Layers with states have no such methods in Transformers.
     def batch_repeat_interleave(self, repeats: int) -> None:
