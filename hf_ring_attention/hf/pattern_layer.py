@@ -69,6 +69,14 @@ class _Rows:
         self.tensors: list[Tensor] = []
         self.views: list[Tensor] = []  # of the slots in use
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Views would not be views of the tensors in a file."""
+        return vars(self) | {"views": [x.shape[2] for x in self.views]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.views = [x.narrow(2, 0, slots) for x, slots in zip(self.tensors, state["views"])]
+
     def insert(self, new: Arrival, group: int, key: Tensor, value: Tensor) -> None:
         """Writes the new rows [B, key/value heads, n, D] of few queries into slots; rows that nobody sees lose theirs."""
         table = self.table

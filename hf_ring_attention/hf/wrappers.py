@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -40,7 +41,7 @@ _NAME = "tp"
 class Attachment:
     """What `patch_model` gives to a module: the ring that cuts its rows, and its number in graphs of torch.compile.
 
-    Copies of a module have no number, so graphs break at them: they would name the module that was copied.
+    Copies of a module have no number, so graphs break at them: they would name the module that was copied. A file has no ring.
     """
 
     ring: Ring | None = None
@@ -53,8 +54,26 @@ class Attachment:
     inside: int | None = None  # names the modules and hooks inside that `hf/probe.py` has looked at
     trained: int = 0  # its calls over a ring while it trains
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
+        return Attachment(self.ring, self.kernel)
+
     def __reduce__(self) -> Any:
-        return Attachment, (self.ring, self.kernel)
+        return _loaded_attachment, (self.kernel, 1 if self.ring is None else self.ring.world_size)
+
+
+def _loaded_attachment(kernel: str, ranks: int) -> Attachment:
+    """Returns the attachment of a module that was pickled, and says once that its ring is gone."""
+    if ranks > 1:
+        _warn_of_lost_ring(ranks)
+    return Attachment(kernel=kernel)
+
+
+@functools.cache
+def _warn_of_lost_ring(ranks: int) -> None:
+    logging.getLogger("hf_ring_attention").warning(
+        f"a model of a ring of {ranks} ranks was loaded without its ring, so each process computes whole rows: call "
+        f"ra.patch_model(model, ring=ring)"
+    )
 
 
 def wrapped_modules(model: Any) -> list[Any]:
