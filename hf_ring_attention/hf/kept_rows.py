@@ -36,6 +36,7 @@ class Arrival:
     floor: Tensor  # [B or 1], the fewest positions that `crop` may go back to
     document: Tensor | None  # [B or 1], the positions of a prefilled document, which `crop` may always go back to
     recording: bool  # whether `crop` may go back to `floor` after this call, too
+    compact: bool  # whether many rows have just become free
     padding_inside: Tensor | None  # the mask [B, tokens] of all tokens, if a row has padding between tokens; else None
 
     @cached_property
@@ -56,7 +57,7 @@ class Arrival:
 
 #: No call has begun.
 _NO_TOKENS = torch.empty(1, 0, dtype=torch.int64)
-_NO_CALL = Arrival(0, 0, _NO_TOKENS, _NO_TOKENS, (), _NO_TOKENS, _NO_TOKENS, None, False, None)
+_NO_CALL = Arrival(0, 0, _NO_TOKENS, _NO_TOKENS, (), _NO_TOKENS, _NO_TOKENS, None, False, False, None)
 
 
 class KeptRows:

@@ -59,7 +59,7 @@ DECODERS_ALL_THE_SAME = ("gpt_neox", "gpt_neox_japanese")
 #: Model types whose layers attend to other values than they give to their cache, which a `PatternCache` cannot hold.
 OTHER_VALUES = {
     "diffllama": "its layers attend twice, to two halves of the values",
-    **dict.fromkeys(("dory", "hrm_text"), "its layers run several times, each time with other keys"),
+    "dory": "its layers run several times, each time with other keys",
 }
 
 #: Decoders that count positions by the mask, from its first token on. Other types count all tokens of a row.

@@ -119,11 +119,12 @@ class PatternCache(Cache):
                 that another ring has filled, another implementation, or `exact_attention`, which needs rows that were dropped.
         """
         self._valid = self._checked(now, tokens, mask)
-        if self._last_recorded is not None and self._calls >= self._last_recorded:
+        ends = self.recording and self._last_recorded is not None and self._calls >= self._last_recorded
+        if ends:
             self._end_recording()
         assert tokens is not None
         self._calls += 1
-        self._shared.arrival = self._counted(now, self._seen, tokens.shape[1])
+        self._shared.arrival = self._counted(now, self._seen, tokens.shape[1], ends)
 
     def end_call(self) -> None:
         """Ends a call in which all layers have attended."""
@@ -152,7 +153,7 @@ class PatternCache(Cache):
             raise ValueError(f"{name}: the PatternCache holds {self._batch} batch rows, and {batch} came")
         return self._checked_mask(name, mask, batch, seen, n)
 
-    def _counted(self, now: ForwardPass, seen: int, n: int) -> Arrival:
+    def _counted(self, now: ForwardPass, seen: int, n: int, compact: bool) -> Arrival:
         """Returns the positions of n new tokens behind `seen` ones."""
         layout, valid, recording = self.layout, self._valid, self.recording
         rank, ranks = now.ring.rank, now.ring.world_size
@@ -171,7 +172,7 @@ class PatternCache(Cache):
                 raise ValueError(f"{name}: got padding inside a document: over a ring, pad before or after it")
             rows = positions[:, : n if rank == ranks - 1 else 0] if seen else now.ring.shard(positions, layout, fill=-1)
             pieces = tuple(sorted({x for piece in layout.pieces(rank) for x in (piece.start, piece.stop)}))
-        return Arrival(self._calls, seen, positions, rows, pieces, before, floors, document, recording, inside)
+        return Arrival(self._calls, seen, positions, rows, pieces, before, floors, document, recording, compact, inside)
 
     def _positions_at(self, length: int) -> Tensor:
         """Returns the positions [B or 1] behind this number of tokens."""

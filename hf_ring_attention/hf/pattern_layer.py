@@ -262,7 +262,8 @@ class PatternLayer(CacheLayerMixin):
     def few(self, count: int) -> bool:
         """Returns whether so many queries attend to the rows as they are, each pair with a bias if need be."""
         assert self.call is not None
-        return (count < FEW_QUERIES and self.call.kernel in _BIASED) or self.shared.keys
+        few = count < FEW_QUERIES and self.call.kernel in _BIASED and not self.shared.arrival.compact
+        return few or self.shared.keys
 
     def attend_few(self, ring: Ring, q: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         """Returns out [B, H, n, Dv] of few queries, by a kernel call for each pattern of the layer's heads."""

@@ -6,6 +6,7 @@ The states are small, and every rank holds all of them.
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import torch
@@ -252,6 +253,9 @@ class _LinearStates(ShardedHybridCache):
 
     __len__ = Cache.__len__  # That class keeps states in a list.
 
+    def __reduce__(self) -> Any:
+        return _empty_linear_states, (), vars(self)
+
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
         """Returns the state of a layer; None for an empty one."""
         state: Tensor | None = self.layers[layer_idx].recurrent_states[0]  # type: ignore[union-attr]
@@ -265,9 +269,18 @@ class _LinearStates(ShardedHybridCache):
 
 def sharded_hybrid_cache(layout: SequenceLayout, config: PretrainedConfig) -> ShardedHybridCache:
     """Returns an empty sharded cache for hybrids of this config."""
-    if config.model_type != "minimax":
-        return ShardedHybridCache(layout, config)
+    kind = _linear_states() if config.model_type == "minimax" else ShardedHybridCache
+    return kind(layout, config)
+
+
+@functools.cache
+def _linear_states() -> type[ShardedHybridCache]:
     from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
-    kind: type[ShardedHybridCache] = type("ShardedMiniMaxCache", (_LinearStates, MiniMaxCache), {})
-    return kind(layout, config)
+    return type("ShardedMiniMaxCache", (_LinearStates, MiniMaxCache), {})
+
+
+def _empty_linear_states() -> ShardedHybridCache:
+    """Returns a cache to be filled with the attributes of one that was copied or pickled."""
+    kind = _linear_states()
+    return kind.__new__(kind)

@@ -1,21 +1,27 @@
 """Every line of the table of supported models, run again: equal to eager attention, or refused for the listed reason."""
 
+import copy
 import inspect
+import pickle
 import re
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from transformers import PretrainedConfig
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
 import hf_ring_attention as ra
+from hf_ring_attention.hf.cache import cache_argument
 from hf_ring_attention.hf.model_types import MIXER_LAYERS
 from hf_ring_attention.hf.models import release_of_table
 from hf_ring_attention.hf.support import LAYER_TYPES, check_config
+from hf_ring_attention.hf.wrappers import takes
 
 from ..support.probe import batch, survey
-from ..support.tiny_models import CAUSAL_TYPES, NOT_BUILT, tiny_config, tiny_model
+from ..support.tiny_models import CAUSAL_TYPES, NOT_BUILT, VOCAB, tiny_config, tiny_model
+from ..support.tolerance import EXACT, distance
 from ..survey import models_page
 
 KNOWN = {model.model_type: model for model in ra.supported_models()}
@@ -33,6 +39,76 @@ def test_a_type(model_type):
         assert found == KNOWN[model_type]
     else:
         assert "'eager'" in found.reason or found.ring or found.status == "untested" or "ring=None" in found.reason
+
+
+#: Pattern of all layers, and by layer, where layers may share keys.
+PATTERNS = {"all": ["window:5+2"], "layers": ["window:5+2", "window:3+1", "window:7", "pyramid:3,2,2,2"]}
+TEXT = 13
+#: How far the steps of some mixers are from a whole row in Transformers itself.
+STEPS = {"nemotron_h": 0.02, "zamba2": 0.02}
+
+
+def ids_of(length, seed=1):
+    return torch.randint(3, VOCAB, (2, length), generator=torch.Generator().manual_seed(seed))
+
+
+def places(model, start, stop):
+    numbers = torch.arange(start, stop).expand(2, -1)
+    return {"position_ids": numbers} if takes(model, "position_ids") else {}
+
+
+def whole(model, rows):
+    return model(rows, use_cache=False, **places(model, 0, rows.shape[1])).logits
+
+
+def generated(model):
+    """The logits of `generate` by default, and those of one pass over the row."""
+    ways = {"max_new_tokens": 7, "min_new_tokens": 7, "do_sample": False, "return_dict_in_generate": True}
+    ids = ids_of(TEXT)
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), output_logits=True, **ways)
+    yield torch.stack(output.logits, 1), whole(model, output.sequences[:, :-1])[:, TEXT - 1 :]
+
+
+def by_hand(model):
+    """A text in pieces, two questions to it, and a third text behind it; between pieces, the cache is copied or pickled."""
+    cache = ra.PatternCache(model)
+    for seed, steps in ((1, (9, 1, 3)), (2, (4, 1, 1, 3)), (3, (2, 1)), (4, (1, 3))):
+        first = cache.get_seq_length()
+        rows = torch.cat([ids_of(TEXT)[:, :first], ids_of(sum(steps), seed)], 1)
+        expected = whole(model, rows)
+        if seed in (2, 3):
+            cache.activate_past_recording()
+        for count in steps:
+            start, stop = cache.get_seq_length(), cache.get_seq_length() + count
+            arguments = {"use_cache": True, **places(model, start, stop), **cache_argument(cache)}
+            yield model(rows[:, start:stop], **arguments).logits, expected[:, start:stop]
+            cache = pickle.loads(pickle.dumps(cache)) if count == 1 else copy.deepcopy([cache.layers, cache])[1]
+        if seed in (2, 3):
+            cache.crop(TEXT - cache.get_seq_length())
+
+
+@pytest.mark.drawn(24)
+@pytest.mark.parametrize("way", [generated, by_hand])
+@pytest.mark.parametrize("patterns", PATTERNS)
+@pytest.mark.parametrize("model_type", [x for x in CAUSAL_TYPES if x not in NOT_BUILT])
+@torch.no_grad()
+def test_caches_of_a_type(model_type, patterns, way, record_property):
+    """With a cache as without one, or refused before the prompt is computed."""
+    model, outcome, done = tiny_model(model_type, "eager"), "equal", []
+    model.register_forward_hook(lambda *_: done.append(True))
+    texts = PATTERNS[patterns]
+    layers = range(getattr(model.config.get_text_config(), "num_hidden_layers", 1))
+    try:
+        ra.patch_model(model, [texts[n % 4] for n in layers] if patterns == "layers" else texts[0])
+        if way is generated and not model.can_generate():
+            pytest.skip("it does not generate")
+        for found, expected in way(model):
+            assert distance(found, expected) <= STEPS.get(model_type, EXACT)
+    except (ValueError, NotImplementedError) as refused:
+        if done:
+            raise
+        outcome = re.sub(r"layer \d+ is of type|^\w+: |^PatternCache: \w+: ", "", str(refused))[:60]
+    record_property("outcome", outcome)
 
 
 def test_the_table():

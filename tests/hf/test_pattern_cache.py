@@ -2,22 +2,25 @@
 
 import copy
 import gc
+import io
 import itertools
 import logging
+import pickle
 
 import pytest
 import torch
-from transformers import DynamicCache
+from tokenizers import Tokenizer, decoders, models
+from transformers import DynamicCache, PreTrainedTokenizerFast
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute.private import prompt_is_cut
 from hf_ring_attention.hf.cache import cache_argument, cache_in
 from hf_ring_attention.hf.config import warn_once
+from hf_ring_attention.hf.wrappers import _warn_of_lost_ring
 from hf_ring_attention.plan.kept import cache_rows
 from tests.fuzz import run_many
 from tests.hf.alike import assert_on_ranks, refused
 from tests.support.cache_cases import TYPES, draw_cache_case, run_cache_case
-from tests.support.random_cases import CACHELESS, SUPPORTED, WITHOUT_SHIFT
 from tests.support.tiny_models import VOCAB, tiny_config, tiny_model
 from tests.support.tolerance import EXACT, distance
 
@@ -70,31 +73,6 @@ def test_a_wrong_row_is_noticed(monkeypatch):
     monkeypatch.setattr(kept_rows, "kept_keys", fewer)
     with pytest.raises(AssertionError, match="apart"):
         run_cache_case(case)
-
-
-#: Types whose text model generates by itself with a whole cache.
-GENERATING = sorted(set(SUPPORTED) - WITHOUT_SHIFT - CACHELESS)
-
-
-@pytest.mark.drawn(12)
-@pytest.mark.parametrize("model_type", GENERATING)
-def test_every_causal_type(model_type):
-    """A few tokens under windows with sinks: the tokens of a whole cache."""
-    model = tiny_model(model_type, "eager")
-    if not model.can_generate():
-        pytest.skip("it does not generate")
-    ra.patch_model(model, "window:5+2")
-    config, ids = model.config.get_text_config(), ids_of(2, 13)
-    kinds = " ".join(getattr(config, "layer_types", None) or ())
-    hybrid = any(kind in kinds for kind in ("linear", "conv", "hybrid"))
-    if model_type in ("diffllama", "minimax", "recurrent_gemma"):
-        refused("pass cache_implementation='dynamic'", ra.PatternCache, model, error=NotImplementedError)
-        return
-    cache = ra.PatternCache(model)
-    whole = DynamicCache(config=config) if hybrid else DynamicCache()
-    found, expected = greedy(model, ids, cache), greedy(model, ids, whole)
-    assert torch.equal(found, expected)
-    assert cache.get_seq_length() == 13 + 7
 
 
 # ---- generate by itself
@@ -239,6 +217,119 @@ def test_cropping():
     assert distance(step(model, ids[:, :9], cache), model(ids[:, :9]).logits) <= EXACT
 
 
+def test_recording_ends_at_the_next_crop():
+    """Only the call behind it is recorded too, so that drafts can go back by any number of tokens."""
+    model, ids = llama(), ids_of(1, 140)
+    cache = ra.PatternCache(model)
+    step(model, ids[:, :20], cache)
+    step(model, ids[:, 20:21], cache)
+    nbytes = cache.nbytes
+    cache.crop(-1)
+    cache.activate_past_recording()
+    step(model, ids[:, 20:30], cache)
+    cache.crop(-10)
+    step(model, ids[:, 20:90], cache)  # as many as a plan computes
+    cache.crop(-65)
+    for n in range(25, 140):
+        found = step(model, ids[:, n : n + 1], cache)
+    assert distance(found, model(ids).logits[:, -1:]) <= EXACT
+    assert not cache.recording and cache.num_rows == 6 and cache.nbytes == nbytes
+
+
+@pytest.mark.parametrize("model_type", ["jamba", "lfm2"])
+def test_cropping_of_hybrids(model_type):
+    """Recurrent states are kept where recording begins; convolutions are recorded."""
+    model, ids = ra.patch_model(tiny_model(model_type, "eager").double(), "window:4+2"), ids_of(2, 20)
+    cache = ra.PatternCache(model)
+    step(model, ids[:, :12], cache)
+    refused("no state behind 11 tokens is kept, of 12 tokens: call cache.activate_past_rec", cache.crop, -1)
+    cache.crop(0)
+    cache.activate_past_recording()
+    step(model, ids[:, 12:16], cache)
+    if model_type == "jamba":
+        refused("no state behind 14 tokens is kept", cache.crop, -2)
+    else:
+        cache.crop(-2)
+        assert distance(step(model, ids[:, 14:16], cache), model(ids[:, :16], use_cache=False).logits[:, 14:]) <= EXACT
+        return
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.crop(12)
+    found = step(model, ids[:, 12:18].flip(0), cache)
+    expected = model(ids[:, :18], use_cache=False).logits[:, 12:].flip(0)
+    assert distance(found, expected) <= 1e-6  # Its states are float32.
+
+
+def test_copies_share_nothing():
+    """Whatever is copied first; and files of a model of a ring have no ring."""
+    model, ids = llama(), ids_of(1, 30)
+    cache = ra.PatternCache(model)
+    step(model, ids[:, :20], cache)
+    copies = [copy.deepcopy([cache.layers, cache])[1], pickle.loads(pickle.dumps(cache)), cache]
+    for n in range(20, 30):
+        for one in copies:
+            found = step(model, ids[:, n : n + 1], one)
+            assert distance(found, model(ids[:, : n + 1]).logits[:, n:]) <= EXACT
+
+
+def saved_and_loaded(ring, model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    return loaded.generate(ids_of(1, 9), max_new_tokens=4, do_sample=False)
+
+
+def test_a_saved_model_leaves_its_ring(caplog):
+    _warn_of_lost_ring.cache_clear()
+    assert_on_ranks(saved_and_loaded, llama, llama().generate(ids_of(1, 9), max_new_tokens=4, do_sample=False))
+    assert sum("loaded without its ring" in record.message for record in caplog.records) >= 1
+
+
+@pytest.mark.parametrize("pattern", ["exact", "window:4+2"])
+def test_prefilled_caches_can_be_pickled(pattern):
+    for model_type in ("llama", "jamba", "minimax"):
+        model, ids = ra.patch_model(tiny_model(model_type, "eager").double(), pattern), ids_of(1, 20)
+        cache = pickle.loads(pickle.dumps(ra.prefill(model, ids[:, :16])))
+        for _ in range(2):
+            found = greedy(model, ids, cache)
+            cache.crop(16 - cache.get_seq_length())
+            assert torch.equal(found, greedy(model, ids))
+
+
+def tokenizer_of(pieces, merges):
+    vocabulary = {piece: number for number, piece in enumerate(["<end>", *pieces])}
+    made = Tokenizer(models.BPE(vocabulary, merges, unk_token="<end>"))
+    made.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<end>", eos_token="<end>", pad_token="<end>")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_drafts_of_another_tokenizer(rng):
+    """They may be removed far back, so a draft model keeps all rows."""
+    pairs = [("a", "b"), ("c", "d")]
+    target, draft = tokenizer_of("abcdefghij ", []), tokenizer_of([*"abcdefghij ", "ab", "cd"], pairs)
+    model, drafts = (llama(vocab_size=len(x)) for x in (target, draft))
+    longest = {"max_new_tokens": 24, "min_new_tokens": 0}
+    for _ in range(4):
+        ids = target("".join(rng.choices("abcdefghij ", k=30)), return_tensors="pt").input_ids
+        of_both = {"assistant_model": drafts, "tokenizer": target, "assistant_tokenizer": draft}
+        assert torch.equal(greedy(model, ids, **longest, **of_both), greedy(model, ids, **longest))
+
+
+def test_layers_that_share_keys_under_other_patterns(caplog):
+    """`generate` keeps all rows, beyond the model's own windows, too."""
+    model = tiny_model("gemma3n_text", "eager").double()
+    ra.patch_model(model, ["window:5+2", "window:3", "pyramid:3,2,2,2", "window:4"])
+    warn_once.cache_clear()
+    with caplog.at_level(logging.INFO):
+        output = greedy(model, ids_of(1, 20), return_dict_in_generate=True)
+    assert torch.equal(output.sequences, greedy(model, ids_of(1, 20), use_cache=False))
+    assert "generate keeps all rows of Gemma3nForCausalLM: layers with other patterns share keys" in caplog.text
+    refused(
+        "layers with other patterns share keys: pass cache_implem", ra.PatternCache, model, error=NotImplementedError
+    )
+
+
 @torch.no_grad()
 def offloaded(model, ids, cache):
     """A step behind `offload` and `prefetch` of the layers, which Transformers calls around each layer."""
@@ -295,6 +386,94 @@ def test_calls_that_do_not_continue_the_rows(name):
         refused(message, model, **call, use_cache=True, **cache_argument(cache))
     found = step(model, ids_of(2, 1), cache)  # The refusal has left the cache as it was.
     assert distance(found, model(torch.cat([ids_of(2, 9), ids_of(2, 1)], 1)).logits[:, 9:]) <= EXACT
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError])
+def test_a_call_that_ends_between_two_layers(kind):
+    """Also of the first prompt, after which some layers have no rows."""
+    model, ids = llama(["window:4+2", "window:9+1"]), ids_of(1, 90)
+    for before in (0, 12):
+        cache = ra.PatternCache(model)
+        if before:
+            step(model, ids[:, :before], cache)
+        hook = model.model.layers[1].register_forward_pre_hook(lambda *_: raising(kind))
+        with pytest.raises(kind):
+            step(model, ids[:, before:20], cache)
+        hook.remove()
+        for n in (64, 1):
+            refused("earlier call with this PatternCache has failed halfway", step, model, ids[:, 20 : 20 + n], cache)
+        refused("a call has failed halfway", cache.crop, -2)
+        cache.reset()
+        assert distance(step(model, ids[:, :9], cache), model(ids[:, :9]).logits) <= EXACT
+
+
+def raising(kind):
+    raise kind
+
+
+def test_calls_without_all_layers():
+    model, ids = llama(), ids_of(1, 20)
+    cache, layers = ra.PatternCache(model), model.model.layers
+    step(model, ids[:, :9], cache)
+    model.config.num_hidden_layers, model.model.layers = 1, layers[:1]
+    step(model, ids[:, 9:10], cache)
+    model.config.num_hidden_layers, model.model.layers = 2, layers
+    refused("a layer holds 9 tokens, and its cache 10", step, model, ids[:, 10:11], cache)
+
+
+@pytest.mark.parametrize("way", ["sdpa", "unpatched"])
+def test_models_that_do_not_compute_by_patterns(way):
+    """They would see the new tokens only."""
+    model, ids = llama(), ids_of(1, 10)
+    cache = ra.PatternCache(model)
+    step(model, ids[:, :9], cache)
+    if way == "sdpa":
+        model.set_attn_implementation("sdpa")
+        refused("computes attention by 'sdpa'.*call ra.patch_model", step, model, ids[:, 9:], cache)
+        return
+    plain = tiny_model("llama", "sdpa").double()
+    refused("it serves calls of a patched model", step, plain, ids[:, 9:], cache)
+    assert distance(step(model, ids[:, 9:], cache), model(ids).logits[:, 9:]) <= EXACT
+
+
+@pytest.mark.parametrize("drafts", [{"prompt_lookup_num_tokens": 3}, {"assistant_model": True}])
+@pytest.mark.parametrize("pattern", ["exact", "kv0=exact;kv1=window:4", "longnet:4/1,16/2,all/4"])
+def test_drafts_beside_a_filled_cache(pattern, drafts):
+    """Transformers gives the whole row to the first call of such drafts, whatever is in the cache."""
+    model, ids = llama(pattern), ids_of(1, 30)
+    drafts = {name: llama() if value is True else value for name, value in drafts.items()}
+    for cache in (ra.PatternCache(model), DynamicCache(), ra.prefill(model, ids[:, :29])):
+        if not cache.get_seq_length():
+            step(model, ids[:, :29], cache)
+        said = "holds 29 tokens, and position_ids go back to 0: pass only the tokens behind it"
+        for options in (cache_argument(cache), cache_argument(cache) | {"attention_mask": None}):
+            refused(said, model.generate, ids, max_new_tokens=16, do_sample=False, **drafts, **options)
+
+
+def test_positions_that_go_on():
+    """Left padding, positions from another number on, and a whole row at positions of its own."""
+    model, ids = llama(), ids_of(2, 12)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    places = (mask.cumsum(1) - 1).clamp_min(0)
+    for shift in (0, 2):
+        cache = ra.PatternCache(model)
+        for part in (slice(9), slice(9, 12)):
+            more = {"position_ids": places[:, part] + shift, "use_cache": True, **cache_argument(cache)}
+            with torch.no_grad():
+                found = model(ids[:, part], attention_mask=mask[:, : part.stop], **more).logits
+        expected = model(ids, attention_mask=mask, position_ids=places + shift, use_cache=False).logits
+        assert distance(found, expected[:, 9:]) <= EXACT
+
+
+def test_autocast_on_one_side():
+    model, ids = llama().float(), ids_of(1, 10)
+    for first, later in ((True, False), (False, True)):
+        cache = ra.PatternCache(model)
+        with torch.autocast("cpu", torch.bfloat16, enabled=first):
+            step(model, ids[:, :9], cache)
+        with torch.autocast("cpu", torch.bfloat16, enabled=later):
+            refused("use one dtype and one device, autocast included", step, model, ids[:, 9:], cache)
 
 
 def test_padding_needs_its_mask():

@@ -77,6 +77,7 @@ _CHANGES = {
     "got_ocr2": {"vision_config": {"image_size": 32, "output_channels": 8}},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},  # The default lacks attention.
+    "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": 8},  # It counts the layers of all cycles.
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},  # attention in the second of two layers
     "laguna": {"layer_types": ["sliding_attention", "full_attention"]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
