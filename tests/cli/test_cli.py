@@ -191,6 +191,16 @@ def test_models_say_what_works_and_why_not(command, ended):
     assert "did you mean llama" in error
 
 
+@pytest.mark.parametrize("words", [["models"], ["--help"]])
+def test_a_reader_that_ends_leaves_no_traceback(words):
+    """As `head` does; what was printed fits into a buffer, or not."""
+    program = [sys.executable, "-c", "from hf_ring_attention.cli.main import main; main()", *words]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as done:
+        done.stdout.close()
+        assert done.stderr.read() == ""
+    assert done.returncode == int("--help" not in words)
+
+
 def test_a_refused_estimate_leaves_the_garbage_collector_on(gemma, refusal):
     error = refusal(f"estimate --model {gemma} --tokens 1k --devices 8 --ranks 3")
     assert "ring_size" in error and gc.isenabled()

@@ -110,6 +110,18 @@ def test_a_seeing_model_is_saved_with_its_pattern(tmp_path):
         assert distance(logits_of(again, *rows), logits_of(model, *rows)) <= LOGITS
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", ["llava", "qwen2_vl", "glm4v"])
+def test_prefill_of_images_is_refused(model_type):
+    """The remedy of the error, a `PatternCache` that a call with the images fills, gives the tokens of a run without cache."""
+    model, (inputs, _) = ra.patch_model(seeing(model_type), "window:4+2"), seen(model_type)
+    inputs = {name: x[-1:] if name in ("input_ids", "attention_mask") else x for name, x in inputs.items()}
+    said = r"input_ids hold tokens of images or sounds .*: call the model with them and cache=ra.PatternCache"
+    refused(said, ra.prefill, model, inputs["input_ids"], inputs["attention_mask"])
+    text = torch.arange(10, 40)[None]
+    assert ra.prefill(model, text).get_seq_length() == 30
+
+
 @pytest.mark.parametrize(("model_type", "images"), [("llava", 1), ("qwen2_5_vl", 2), ("qwen3_vl", 0), ("qwen3_vl", 2)])
 def test_images_over_a_ring(model_type, images):
     inputs, labels = seen(model_type, images)
