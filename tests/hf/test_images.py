@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -113,11 +114,18 @@ def test_a_seeing_model_is_saved_with_its_pattern(tmp_path):
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", ["llava", "qwen2_vl", "glm4v"])
 def test_prefill_of_images_is_refused(model_type):
-    """The remedy of the error, a `PatternCache` that a call with the images fills, gives the tokens of a run without cache."""
+    """The remedy of the error is a `PatternCache` that a call with the images fills."""
     model, (inputs, _) = ra.patch_model(seeing(model_type), "window:4+2"), seen(model_type)
-    inputs = {name: x[-1:] if name in ("input_ids", "attention_mask") else x for name, x in inputs.items()}
+    first = {name: x if name == "pixel_values" else x[:1] for name, x in inputs.items() if name != "attention_mask"}
+    first["pixel_values"] = inputs["pixel_values"][: len(inputs["pixel_values"]) // 2]
     said = r"input_ids hold tokens of images or sounds .*: call the model with them and cache=ra.PatternCache"
-    refused(said, ra.prefill, model, inputs["input_ids"], inputs["attention_mask"])
+    refused(said, ra.prefill, model, first["input_ids"])
+    more, cache = torch.arange(10, 13)[None], ra.PatternCache(model)
+    model(**first, use_cache=True, **cache_argument(cache))
+    found = model(more, use_cache=True, **cache_argument(cache)).logits
+    whole = first | {"input_ids": torch.cat([first["input_ids"], more], 1)}
+    whole |= {name: F.pad(x, (0, 3)) for name, x in first.items() if name == "mm_token_type_ids"}
+    assert distance(found, model(**whole, use_cache=False).logits[:, -3:]) <= LOGITS
     text = torch.arange(10, 40)[None]
     assert ra.prefill(model, text).get_seq_length() == 30
 
