@@ -17,10 +17,10 @@ from ..plan.layouts import SequenceLayout
 from ..plan.problem import HeldKeys
 from ..ring.ring import Ring
 from .config import layer_pattern
-from .forward_pass import running_with
+from .forward_pass import ForwardPass, running_with
 from .model_types import hybrids_of
 from .pattern_cache import PatternCache, cache_for_generate
-from .wrappers import attachment_of, evaluating, signature_of, takes, whole_model
+from .wrappers import attachment_of, evaluating, signature_of, takes, tokens_in, whole_model
 
 #: The attributes of a config that are the token of an image, a video or a sound.
 _MEDIA = re.compile(r"(image|video|audio|speech)_token_(id|index)")
@@ -55,7 +55,15 @@ def tokens_skipped(cache: Cache | None) -> tuple[int, ...]:
     return tuple(cache.get_mask_sizes(1, n)[1] - layer.get_mask_sizes(1)[1] for n, layer in enumerate(layers))
 
 
-def check_positions(name: str, cache: Cache, arguments: Mapping[str, Any]) -> None:
+def begin_in_cache(now: ForwardPass, cache: Cache | None, arguments: Mapping[str, Any]) -> None:
+    """Begins a call of a model in its cache; refuses tokens that do not follow those in the cache."""
+    if cache is not None:
+        _check_places(type(now.module).__name__, cache, arguments)
+    if now.kept is not None:
+        now.kept.begin_call(now, tokens_in(arguments), arguments.get("attention_mask"))
+
+
+def _check_places(name: str, cache: Cache, arguments: Mapping[str, Any]) -> None:
     """Refuses position ids that go back behind the tokens of a filled cache, as a row does that is passed as a whole again."""
     positions, mask = arguments.get("position_ids"), arguments.get("attention_mask")
     seen = int(cache.get_seq_length())

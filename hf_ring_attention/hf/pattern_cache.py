@@ -208,6 +208,14 @@ class PatternCache(Cache):
             )
         return None if valid.all() else valid
 
+    def layer_that_takes(self, number: int) -> Any:
+        """Returns the layer that takes new keys; refuses keys outside of a call of a patched model with this cache."""
+        now, layer = running().forward_pass, cast(Any, self.layers[number])
+        if now is None or now.kept is not self:
+            raise ValueError("PatternCache: it serves calls of a patched model: call the model, not its layers")
+        self._half_done, layer.shared = True, self._shared  # A model may have copied the layer alone.
+        return layer
+
     def layer_of(self, module: nn.Module, key: Tensor, value: Tensor) -> PatternLayer:
         """Returns the layer that took the keys and values of a module; other modules may read them too.
 
@@ -316,10 +324,7 @@ class PatternCache(Cache):
 
 
 def _update(cache: PatternCache, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    now, of_layer = running().forward_pass, cast(Any, cache.layers[layer])
-    if now is None or now.kept is not cache:
-        raise ValueError("PatternCache: it serves calls of a patched model: call the model, not its layers")
-    cache._half_done, of_layer.shared = True, cache._shared  # A model may have copied the layer alone.
+    of_layer = cache.layer_that_takes(layer)
     if not cache.offloading:
         of_layer.update(key, value)
     else:

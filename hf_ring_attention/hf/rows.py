@@ -20,7 +20,7 @@ from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents, HeldKeys
 from ..ring.ring import Ring, ring_alone
 from ..transport.agreement import digest
-from .cache import Cache, ShardedCache, cache_in, check_positions, tokens_skipped
+from .cache import ShardedCache, begin_in_cache, cache_in, tokens_skipped
 from .config import layer_pattern, warn_once
 from .forward_pass import ForwardPass, WholeRows
 from .join import PartOfRows
@@ -325,10 +325,10 @@ def find_rows(now: ForwardPass, kwargs: Mapping[str, Any], multiple: int = 1) ->
     if ring.world_size == 1 or now.whole:
         now.ring = ring_alone(ring.kernel) if now.whole else ring
         now.rows = _rows_alone(runner, tokens, kwargs)
-        _continue(now, cache, tokens, kwargs)
+        begin_in_cache(now, cache, kwargs)
         return
     with ring.agreement("a forward pass of a model", by_digest=True) as agreed:
-        _continue(now, cache, tokens, kwargs)
+        begin_in_cache(now, cache, kwargs)
         if cache is None or cache.get_seq_length() == 0:
             now.rows = cut_rows or rows_to_cut(runner, ring, kwargs, layout=layout, multiple=multiple)
         elif isinstance(cache, ShardedCache):
@@ -345,14 +345,6 @@ def find_rows(now: ForwardPass, kwargs: Mapping[str, Any], multiple: int = 1) ->
         if now.rows is not None:
             agreed.same("the tokens of a cut batch", now.rows.checksum)
             agreed.same("the model's weights", digest(_some_weights(now.module)), _REPLICAS)
-
-
-def _continue(now: ForwardPass, cache: Cache | None, tokens: Tensor | None, arguments: Mapping[str, Any]) -> None:
-    """Begins a call of a cache, and refuses tokens that do not follow those in it."""
-    if cache is not None:
-        check_positions(type(now.module).__name__, cache, arguments)
-    if now.kept is not None:
-        now.kept.begin_call(now, tokens, arguments.get("attention_mask"))
 
 
 def _some_weights(model: nn.Module) -> Tensor:
