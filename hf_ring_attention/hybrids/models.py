@@ -84,7 +84,7 @@ def why_no_pattern_cache(model: nn.Module) -> str | None:
 
 
 #: The attributes of a layer that are its state.
-_KEPT = (
+_PARTS_OF_STATE = (
     "conv_states",
     "recurrent_states",
     "has_previous_state",
@@ -100,7 +100,7 @@ class _StateLayer(LinearAttentionLayer):
 
     def keep(self) -> None:
         """Keeps a copy of the state."""
-        self.kept = copy.deepcopy({name: getattr(self, name) for name in _KEPT})
+        self.kept = copy.deepcopy({name: getattr(self, name) for name in _PARTS_OF_STATE})
 
     def restore(self) -> None:
         """Makes the copy the state again."""
@@ -133,7 +133,7 @@ class _StateLayer(LinearAttentionLayer):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Takes the batch rows of these numbers, also of the copy."""
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]
-        for name in _KEPT[:2] if self.kept else ():
+        for name in _PARTS_OF_STATE[:2] if self.kept else ():
             self.kept[name] = {k: x if x is None else x[beam_idx.to(x.device)] for k, x in self.kept[name].items()}
 
 
