@@ -252,8 +252,8 @@ class PatternCache(Cache):
         """Removes the last `-tokens_to_remove` tokens.
 
         Raises:
-            ValueError: a positive number; rows that the remaining tokens see have been dropped; or no state of recurrent layers is
-                kept for them.
+            ValueError: a positive number; rows that the remaining tokens see have been dropped; or no state of recurrent
+                layers is kept for them.
         """
         if tokens_to_remove > 0:
             raise ValueError(f"PatternCache: crop takes minus the number of tokens to remove, got {tokens_to_remove}")
