@@ -79,10 +79,8 @@ class PatternCache(Cache):
         self.layout: SequenceLayout | None = None  # of the row that the ranks of a ring share; None for whole rows
         self.document: int | None = None  # the tokens of `prefill`, which `crop` may always go back to
         self._floor = 0  # while recording, the shortest length that `crop` may go back to
-        self._calls, self._last_recorded = (
-            0,
-            None,
-        )  # numbers of calls; the call after a `crop` is the last one that is recorded
+        self._calls = 0
+        self._last_recorded: int | None = None  # the call after a `crop`, which is the last one that is recorded
         self._half_done = False  # whether a call has given keys and has not ended
 
     @property

@@ -133,8 +133,9 @@ class _StateLayer(LinearAttentionLayer):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Takes the batch rows of these numbers, also of the copy."""
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]
-        for name in _PARTS_OF_STATE[:2] if self.kept else ():
-            self.kept[name] = {k: x if x is None else x[beam_idx.to(x.device)] for k, x in self.kept[name].items()}
+        kept = self.kept or {}
+        for name in _PARTS_OF_STATE[:2] if kept else ():
+            kept[name] = {k: x if x is None else x[beam_idx.to(x.device)] for k, x in kept[name].items()}
 
 
 class _PatternHybridLayer(_StateLayer, PatternLayer):  # type: ignore[misc, override]
@@ -241,11 +242,11 @@ class ShardedHybridCache(ShardedCache):
     # Layers with states have no such methods in Transformers.
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each batch row, as beams of `generate` need it."""
-        self.reorder_cache(torch.arange(self.num_rows).repeat_interleave(repeats))
+        self.reorder_cache(torch.arange(self.num_rows).repeat_interleave(repeats))  # type: ignore[arg-type]
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the batch rows of these numbers."""
-        self.reorder_cache(indices)
+        self.reorder_cache(indices)  # type: ignore[arg-type]
 
 
 class _LinearStates(ShardedHybridCache):
