@@ -104,11 +104,13 @@ class Estimate:
 
     @property
     def not_counted(self) -> str | None:
-        """The memory that the peak does not contain: the mixers of a hybrid; None for other models."""
-        mixers = self.shape.attention.mixers
-        if mixers is None:
-            return None
-        return f"the states and activations of the mixers in {len(mixers.layers)} layers, so the peak may be higher"
+        """The memory that the peak does not contain: the mixers of a hybrid, and what sees or hears; None for other models."""
+        mixers, whole, parts = self.shape.attention.mixers, self.shape.whole, []
+        if mixers is not None:
+            parts.append(f"the states and activations of the mixers in {len(mixers.layers)} layers")
+        if whole is not None:
+            parts.append(f"the parts of {whole} beside its text model")
+        return f"{' and '.join(parts)}, so the peak may be higher" if parts else None
 
     def __str__(self) -> str:
         lines = ["| part | GiB | formula |", "|---|---:|---|"]

@@ -130,7 +130,7 @@ def attention_of_model(
     text = config.get_text_config(decoder=True)
     _check_alike(text, name)
     heads, count = _positive(text, name, "num_attention_heads"), _positive(text, name, "num_hidden_layers")
-    kv_heads = getattr(text, "num_key_value_heads", None) or (1 if getattr(text, "multi_query", False) else heads)
+    kv_heads = 1 if getattr(text, "multi_query", False) else getattr(text, "num_key_value_heads", None) or heads
     kv_heads = getattr(getattr(text, "attn_config", None), "kv_n_heads", None) or kv_heads  # Configs of dbrx have it.
     head_dim = next((x for x in (getattr(text, n, None) for n in ("head_dim", "kv_channels")) if x), None)
     latent = None
@@ -195,6 +195,8 @@ def _check_alike(text: PretrainedConfig, name: str) -> None:
             return True
 
     differing = [size for size in ("num_attention_heads", "num_key_value_heads", "head_dim") if differs(size)]
+    if text.model_type == "mimo_v2_flash":  # Its layers with windows have twice as many.
+        differing = ["num_key_value_heads"]
     if not differing and getattr(text, "global_head_dim", None) not in (None, getattr(text, "head_dim", None)):
         differing = ["global_head_dim"]
     if differing:

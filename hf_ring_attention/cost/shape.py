@@ -61,6 +61,7 @@ class ModelShape:
     layers: tuple[LayerShape, ...]
     parameters: int
     largest: int  # the number of parameters in the largest tensor
+    whole: str | None = None  # the type of a model that also sees or hears; only its text model is counted
 
 
 def shape_of_model(model: Any, pattern: Pattern | str | None = None) -> ModelShape:
@@ -88,6 +89,7 @@ def shape_of_model(model: Any, pattern: Pattern | str | None = None) -> ModelSha
         layers=_read_layers(made, config.get_text_config(decoder=True), attention, width),
         parameters=sum(sizes),
         largest=max(sizes),
+        whole=None if config.get_text_config() is config else config.model_type,
     )
 
 

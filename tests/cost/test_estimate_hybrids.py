@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3Config
 
 import hf_ring_attention as ra
 from hf_ring_attention.cli import main as cli
@@ -57,6 +57,13 @@ def test_an_estimate_is_at_most_the_peak_of_a_real_step(model_type):
     answer = ra.estimate(config, tokens, dtype="float32", parallel="ddp", device="cpu")
     assert live.peak / 10 < answer.peak < 1.15 * live.peak
     assert answer.not_counted and "at least" in str(answer)
+
+
+def test_what_sees_is_not_counted():
+    config = Gemma3Config(text_config=tiny_config("gemma3_text").to_dict())
+    answer = ra.estimate(config, 1 << 10, memory=1 << 50)
+    assert answer.not_counted == "the parts of gemma3 beside its text model, so the peak may be higher"
+    assert answer.fits is None and ra.estimate(config.text_config, 1 << 10).not_counted is None
 
 
 def test_whether_a_hybrid_fits_is_known_only_if_it_does_not():

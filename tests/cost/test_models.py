@@ -38,6 +38,7 @@ REFUSED = {
     "granitemoehybrid": "no layer of .* attends",
     "lfm2_moe": "needs layer_types",
     "dory": r"runs some layers 2 times",
+    "mimo_v2_flash": "differ in num_key_value_heads: expected one",
     **dict.fromkeys(
         ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
         r"differ in (global_)?head_dim: expected one",

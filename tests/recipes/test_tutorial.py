@@ -8,9 +8,11 @@ import json
 import os
 import re
 import shlex
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_ring_attention as ra
@@ -186,6 +188,16 @@ def test_commands_measure_a_folder_of_adapters_and_its_pattern(folder):
     assert torch.allclose(
         model(torch.arange(3, 60)[None]).logits, torch.load(folder / "logits.pt", weights_only=True), atol=1e-5
     )
+
+
+def test_adapters_that_lack_weights_are_refused(folder, tmp_path):
+    shutil.copytree(folder / "lora", tmp_path / "lora")
+    (file,) = (tmp_path / "lora").glob("*.safetensors")
+    weights = load_file(file)
+    removed = next(name for name in weights if "magnitude" in name)
+    save_file({name: x for name, x in weights.items() if name != removed}, file)
+    with pytest.raises(ValueError, match="lacks 1 weights of its adapters, such as .*magnitude"):
+        load_model(str(tmp_path / "lora"), "float32", "cpu", trust=False)
 
 
 def test_a_merged_model_computes_what_its_adapters_computed(folder, tmp_path):
