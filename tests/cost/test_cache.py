@@ -38,7 +38,12 @@ def bytes_held(model, cache, tokens):
 def test_an_estimate_is_within_5_percent_of_the_cache(model_type, pattern):
     """Grouped heads, latent attention, windows, chunks, keys that layers or experts share; room to grow is the difference."""
     model = ra.patch_model(tiny_model(model_type, "ring_dilated", max_position_embeddings=1024), pattern)
-    if model_type in ("gemma3n_text", "diffllama", "jetmoe", "moshi"):  # Their attention is estimated, not their shapes.
+    if model_type in (
+        "gemma3n_text",
+        "diffllama",
+        "jetmoe",
+        "moshi",
+    ):  # Their attention is estimated, not their shapes.
         caches = attention_of_model(model.config, "", None).caches(TOKENS, 1, 4)
         assert sum(len(layers) for layers, _ in caches.values()) == 2  # of 4 layers of Gemma 3n
         said = sum_of_caches(size for _, size in caches.values())
