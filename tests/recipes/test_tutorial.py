@@ -196,7 +196,7 @@ def test_adapters_that_lack_weights_are_refused(folder, tmp_path):
     weights = load_file(file)
     removed = next(name for name in weights if "magnitude" in name)
     save_file({name: x for name, x in weights.items() if name != removed}, file)
-    with pytest.raises(ValueError, match="lacks 1 weights of its adapters, such as .*magnitude"):
+    with pytest.raises(ValueError, match=r"lacks 1 weights of its adapters, such as .*magnitude"):
         load_model(str(tmp_path / "lora"), "float32", "cpu", trust=False)
 
 
