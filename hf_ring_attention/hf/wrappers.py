@@ -77,7 +77,7 @@ def _warn_of_lost_ring(ranks: int) -> None:
 
 
 def wrapped_modules(model: Any) -> list[Any]:
-    """Returns a model with all that torch.compile, PEFT, DDP, FSDP and DeepSpeed put around it, from the outside in."""
+    """Returns a model with all that torch.compile, PEFT, DDP, FSDP, DeepSpeed and others put around it, from the outside in."""
     modules = [model]
     while not isinstance(model, PreTrainedModel):
         if compiled_module(model) is not None:
@@ -88,6 +88,8 @@ def wrapped_modules(model: Any) -> list[Any]:
             tuner, model = getattr(model, "base_model", None), model.get_base_model()
             if tuner is not model and isinstance(tuner, nn.Module):
                 modules.append(tuner)
+        elif isinstance(getattr(model, "transformers_model", None), nn.Module):  # as sentence-transformers names it
+            model = model.transformers_model
         else:
             break
         modules.append(model)
