@@ -65,18 +65,20 @@ def _head(module: nn.Module, own: Callable[..., Any], states: Any, *args: Any, *
         raise NotImplementedError(
             f"{type(module).__name__} is no output layer: it makes no logits of each token by itself"
         )
-    if not torch.equal(drawn, generator.get_rng_state()):  # The loss and all other uses have the same random numbers.
+    used_here = running().on_use or hidden.origin.of_slice is not None  # by this package, before anything changes
+    if not used_here and not torch.equal(drawn, generator.get_rng_state()):
+        # The loss and all other uses have the same random numbers.
         generator.set_rng_state(drawn)
         with _same_random_numbers(hidden.origin.ring, token.device):
             return forward(states.to_read())
     # Programs give such a layer other adapters or weights behind a call. If it learns in the call, its loss is in slices all
     # the same, and its logits are refused behind a change.
-    if not (running().on_use or sample.requires_grad) and (any(module.children()) or has_given_weights(module)):
+    if not (used_here or sample.requires_grad) and (any(module.children()) or has_given_weights(module)):
         return forward(states.to_read())
     values = replace(
         hidden,
         head=module,
-        state=LayerState.of(module, with_numbers=not running().on_use),
+        state=LayerState.of(module, with_numbers=not used_here),
         sample=sample.detach().flatten(0, 1)[:0],
         recorded=True,
         autocast=autocast_of(token),
