@@ -21,7 +21,8 @@ def complete_adapters(model: Any, source: str) -> None:
     weights = load_peft_weights(source, device="cpu")
     whole = {name.removeprefix("base_model.model."): x for name, x in weights.items()}
     prefixes = {PEFT_TYPE_TO_PREFIX_MAPPING[adapter.peft_type] for adapter in model.peft_config.values()}
-    missing = [x for x in set_peft_model_state_dict(model, whole).missing_keys if any(y in x for y in prefixes)]
+    loaded: Any = set_peft_model_state_dict(model, whole)
+    missing = [x for x in loaded.missing_keys if any(prefix in x for prefix in prefixes)]
     if missing:
         raise ValueError(
             f"{source} lacks {len(missing)} weights of its adapters, such as {missing[0]}: save the adapters again"
