@@ -27,7 +27,7 @@ class LayerState:
     versions: list[int]  # how often each was written to
     numbers: list[
         Tensor
-    ]  # of the weights, which optimizers and `.data` change without a new version; [] if nothing can
+    ]  # of the tensors, which optimizers and `.data` write into without a new version; [] if none may
     settings: tuple[list[Any], Any]  # the attributes of its modules: adapters, probabilities of dropout, hooks
     modes: list[bool]  # whether each of its modules trains
 
@@ -85,10 +85,12 @@ def _settings_of(layer: nn.Module) -> tuple[list[Any], Any]:
 
 def tensors_of(module: nn.Module) -> list[Tensor]:
     """Returns the parameters and buffers of a module, and views of weights that FSDP 1 puts there."""
-    holders = [
-        (*inner._parameters.values(), *inner._buffers.values(), *vars(inner).values()) for inner in module.modules()
+    found = [
+        x
+        for inner in module.modules()
+        for x in (*inner.parameters(False), *inner.buffers(False), *vars(inner).values())
     ]
-    return list({id(x): x for tensors in holders for x in tensors if isinstance(x, Tensor)}.values())
+    return list({id(x): x for x in found if isinstance(x, Tensor)}.values())
 
 
 def has_given_weights(module: nn.Module) -> bool:

@@ -135,8 +135,9 @@ def _before_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[s
     if (now is not None and module is not runner) or any(isinstance(x, nn.Module) for x in args):
         return None
     kwargs = by_name(module, args, kwargs)
-    warn_of_unused_pattern(module.config)
-    now = now or begin_call(module, runner, kwargs)
+    if now is None:
+        warn_of_unused_pattern(module.config)
+        now = begin_call(module, runner, kwargs)
     now.decoder = module if module is runner else None
     return (), kwargs if module is not runner or now.rows is None else _of_decoder(now, now.rows, kwargs)
 

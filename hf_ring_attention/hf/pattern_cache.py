@@ -116,21 +116,22 @@ class PatternCache(Cache):
             ValueError: tokens or a mask that do not continue the rows, packed rows, a cache that an error has left behind or
                 that another ring has filled, another implementation, or `exact_attention`, which needs rows that were dropped.
         """
-        self._valid = self._checked(now, tokens, mask)
-        ends = self.recording and self._last_recorded is not None and self._calls >= self._last_recorded
+        seen, recording = self._seen, self.recording
+        self._valid = self._checked(now, tokens, mask, seen)
+        ends = recording and self._last_recorded is not None and self._calls >= self._last_recorded
         if ends:
             self._end_recording()
         assert tokens is not None
         self._calls += 1
-        self._shared.arrival = self._counted(now, self._seen, tokens.shape[1], ends)
+        self._shared.arrival = self._counted(now, seen, tokens.shape[1], recording and not ends, ends)
 
     def end_call(self) -> None:
         """Ends a call in which all layers have attended."""
         self._half_done = False
 
-    def _checked(self, now: ForwardPass, tokens: Tensor | None, mask: Any) -> Tensor | None:
+    def _checked(self, now: ForwardPass, tokens: Tensor | None, mask: Any, seen: int) -> Tensor | None:
         """Returns the mask of all tokens, as `_checked_mask` does; refuses calls that this cache cannot serve."""
-        name, ranks, seen = type(now.module).__name__, now.ring.world_size, self._seen
+        name, ranks, held = type(now.module).__name__, now.ring.world_size, self._batch
         implementation = implementation_of(now.runner.config)
         if implementation != IMPLEMENTATION:
             raise ValueError(
@@ -147,13 +148,13 @@ class PatternCache(Cache):
         if tokens is None or tokens.dim() < 2 or 0 in tokens.shape[:2]:
             raise ValueError(f"{name}: input_ids or inputs_embeds of new tokens were expected beside a PatternCache")
         batch, n = tokens.shape[:2]
-        if self._batch not in (0, batch):
-            raise ValueError(f"{name}: the PatternCache holds {self._batch} batch rows, and {batch} came")
+        if held not in (0, batch):
+            raise ValueError(f"{name}: the PatternCache holds {held} batch rows, and {batch} came")
         return self._checked_mask(name, mask, batch, seen, n)
 
-    def _counted(self, now: ForwardPass, seen: int, n: int, compact: bool) -> Arrival:
+    def _counted(self, now: ForwardPass, seen: int, n: int, recording: bool, compact: bool) -> Arrival:
         """Returns the positions of n new tokens behind `seen` ones."""
-        layout, valid, recording = self.layout, self._valid, self.recording
+        layout, valid = self.layout, self._valid
         rank, ranks = now.ring.rank, now.ring.world_size
         before, floors = self._positions_at(seen), self._positions_at(self._floor if recording else seen)
         document = None if self.document is None else self._positions_at(self.document)

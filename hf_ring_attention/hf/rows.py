@@ -1,7 +1,4 @@
-"""The rows of a call: finds their documents and positions, compares them with all ranks, and cuts each rank's part of them.
-
-The model cuts before its decoder, and a loader in its workers. Every rank has the whole row, so nothing is negotiated.
-"""
+"""The rows of a call: finds their documents and positions, compares them with all ranks, and cuts each rank's part of them."""
 
 from __future__ import annotations
 
@@ -370,13 +367,10 @@ def _rows_alone(runner: nn.Module, tokens: Tensor | None, arguments: Mapping[str
     if tokens is None or tokens.dim() < 2:
         return None
     if cache_in(arguments) is not None:
-        ends, numbers, mask = (arguments.get(name) for name in ("cu_seq_lens_q", "seq_idx", "attention_mask"))
+        ends, numbers, mask = arguments.get("cu_seq_lens_q"), arguments.get("seq_idx"), arguments.get("attention_mask")
         of_collator = (ends is not None and len(ends) > 2) or (numbers is not None and bool(numbers.diff(dim=-1).any()))
         if of_collator or numbers_documents(mask):
-            raise ValueError(
-                "cu_seq_lens, seq_idx and a mask that numbers packed documents describe packed rows, which have no cache: pass "
-                "use_cache=False"
-            )
+            raise ValueError("cu_seq_lens, seq_idx or a mask describe packed rows, which have no cache: pass use_cache=False")
         return None
     rows = rows_of_call(runner, tokens, arguments)
     if rows.packed and not takes(runner, "position_ids"):
