@@ -370,7 +370,9 @@ def _rows_alone(runner: nn.Module, tokens: Tensor | None, arguments: Mapping[str
         ends, numbers, mask = arguments.get("cu_seq_lens_q"), arguments.get("seq_idx"), arguments.get("attention_mask")
         of_collator = (ends is not None and len(ends) > 2) or (numbers is not None and bool(numbers.diff(dim=-1).any()))
         if of_collator or numbers_documents(mask):
-            raise ValueError("cu_seq_lens, seq_idx or a mask describe packed rows, which have no cache: pass use_cache=False")
+            raise ValueError(
+                "cu_seq_lens, seq_idx or a mask describe packed rows, which have no cache: pass use_cache=False"
+            )
         return None
     rows = rows_of_call(runner, tokens, arguments)
     if rows.packed and not takes(runner, "position_ids"):
