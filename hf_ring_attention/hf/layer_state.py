@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from ..compute.private import tree_flatten, version_of
 
+#: The beginnings of the names of attributes in which ZeRO-3 counts passes.
+_OF_ZERO = ("ds_", "applied_pre_backward", "pre_bwd", "post_bwd")
+
 #: Sums of so many numbers, and one number in so many, are kept of a tensor.
 _SUMMED = 256
 
@@ -76,7 +79,7 @@ def _equal(x: Tensor, y: Tensor) -> bool:
 def _settings_of(layer: nn.Module) -> tuple[list[Any], Any]:
     """Returns the attributes of all modules of a layer but tensors, modes, and what ZeRO counts."""
     attributes = [
-        {name: x for name, x in vars(module).items() if name != "training" and not name.startswith("ds_")}
+        {name: x for name, x in vars(module).items() if name != "training" and not name.startswith(_OF_ZERO)}
         for module in layer.modules()
     ]
     leaves, form = tree_flatten(attributes)

@@ -74,7 +74,7 @@ def work_under(pattern: Pattern, most_tokens: int) -> Pairs:
 @lru_cache(maxsize=32)
 def _work_up_to(pattern: Pattern, most_tokens: int) -> Pairs:
     patterns_of: dict[QueryRange, list[Pattern]] = {}
-    heads = pattern.kv_heads or (pattern,)
+    heads = pattern.kv_heads or (pattern.of_kv_head(0),)
     for part in (part for own in heads for part in parts_of(own)):
         patterns_of.setdefault(part.queries, []).append(part.pattern)
     return Pairs(tuple(_share(*share, len(heads), most_tokens) for share in patterns_of.items()))

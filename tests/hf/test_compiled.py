@@ -238,13 +238,19 @@ def test_ranks_that_disagree_in_a_graph(compilers):
 
 
 def test_rows_without_a_plain_mask():
-    """Positions with a gap and no mask, and masks of other numbers than 1, mean the same as without a graph."""
+    """Positions with a gap and no mask mean the same as without a graph; a mask of numbers needs positions there."""
     model, rows = llama(), batch(32, "plain")
     call, _ = compiled(model)
     numbered = torch.ones(2, 32, dtype=torch.int64)
     numbered[:, 16:] = 2
     gap = torch.cat([torch.arange(10), torch.arange(20, 42)]).expand(2, -1)
-    for more in ({"position_ids": gap}, {"attention_mask": numbered}, {"position_ids": gap.clone().fill_(3)}):
+    restarts = {"attention_mask": numbered, "position_ids": torch.arange(32).remainder(16).expand(2, -1)}
+    with (
+        torch.no_grad(),
+        pytest.raises(NotImplementedError, match="packed rows without positions: pass position_ids that"),
+    ):
+        call(**rows, attention_mask=numbered)
+    for more in ({"position_ids": gap}, restarts, {"position_ids": gap.clone().fill_(3)}):
         with torch.no_grad():
             assert distance(call(**rows, **more).logits, model(**rows, **more).logits) <= EXACT, [*more]
 

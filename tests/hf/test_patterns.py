@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.cache import cache_argument, cache_in
@@ -137,7 +138,9 @@ def test_a_cache_that_drops_keys_is_refused():
     model = ra.patch_model(tiny_model("mistral", "eager"))
     ra.patch_config(model.config, LAYERS[0], layers=[0])
     said = r"layer 0 has the pattern branches:sink=1,window=3,last=4, and its cache drops keys"
-    refused(said, greedy, model, drawn_ids(12))
+    row = drawn_ids(12)
+    refused(said, greedy, model, row, **cache_argument(DynamicCache(config=model.config)))
+    assert same(greedy(model, row), greedy(model, row, **cache_argument(DynamicCache())))
 
 
 # ---- layer by layer

@@ -218,6 +218,7 @@ def test_rope_is_scaled_by_the_length_of_each_document(model_type, how, caplog):
     assert_alike(of_tokens(ra.patch_model(make())), expected)
     if how == "padded":
         warn_once.cache_clear()
-        ra.patch_model(make()).generate(**inputs, max_new_tokens=2, do_sample=False)
+        padded_left = {name: x[::2].flip(1) for name, x in inputs.items()}
+        ra.patch_model(make()).generate(**padded_left, max_new_tokens=2, do_sample=False)
         assert "scales RoPE by the length of the longest row" in caplog.text
     assert_on_ranks(lambda ring, model: of_tokens(model), make, expected)
