@@ -31,7 +31,7 @@ _TABLES = ("wpe", "embed_positions", "position_embeddings", "position_embedding"
 #: Arguments that describe the documents of whole rows; the parts of rows do without them.
 _DESCRIPTIONS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
-#: Ranks compare 32 to 63 trained weights and as many frozen ones, and 32 to 63 numbers of each.
+#: Ranks compare 32 to 63 trained weights, as many frozen ones, and 32 to 63 numbers of each.
 _FEW = 32
 _REPLICAS = "use one seed, and train under DDP, FSDP or ZeRO"
 
@@ -370,9 +370,7 @@ def _rows_alone(runner: nn.Module, tokens: Tensor | None, arguments: Mapping[str
         ends, numbers, mask = arguments.get("cu_seq_lens_q"), arguments.get("seq_idx"), arguments.get("attention_mask")
         of_collator = (ends is not None and len(ends) > 2) or (numbers is not None and bool(numbers.diff(dim=-1).any()))
         if of_collator or numbers_documents(mask):
-            raise ValueError(
-                "cu_seq_lens, seq_idx or a mask describe packed rows, which have no cache: pass use_cache=False"
-            )
+            raise ValueError("packed rows (by cu_seq_lens, seq_idx or the mask) have no cache: pass use_cache=False")
         return None
     rows = rows_of_call(runner, tokens, arguments)
     if rows.packed and not takes(runner, "position_ids"):

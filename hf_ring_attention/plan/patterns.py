@@ -117,7 +117,7 @@ class Pattern:
             )
         heads = tuple(self.kv_heads)
         for head, pattern in enumerate(heads):
-            if not isinstance(pattern, Pattern) or pattern.num_kv_heads:
+            if not isinstance(pattern, Pattern) or pattern.kv_heads:
                 raise ValueError(
                     f"Pattern: kv_heads must be patterns with branches, one for each key/value head, got {pattern!r} for head "
                     f"{head}"
@@ -147,8 +147,10 @@ class Pattern:
             0.273
         """
         heads = tuple(as_pattern(pattern, "Pattern.by_kv_head") for pattern in patterns)
-        if not heads:
-            raise ValueError("Pattern.by_kv_head: a pattern for each key/value head was expected, got none")
+        nested = next((x for x in heads if x.num_kv_heads), None)
+        if not heads or nested:
+            got = f"one for {nested.num_kv_heads} heads itself: {nested}" if nested else "none"
+            raise ValueError(f"Pattern.by_kv_head: a pattern for each key/value head was expected, got {got}")
         return cls((), kv_heads=heads)
 
     @property
@@ -306,7 +308,7 @@ class Pattern:
         """
         heads = zip(self.kv_heads or (self,), self.exact_lengths)
         own = [Pattern.exact() if length <= limit else pattern for pattern, limit in heads]
-        return Pattern.by_kv_head(own) if self.kv_heads else own[0]
+        return Pattern((), kv_heads=tuple(own)) if self.kv_heads else own[0]
 
     def __str__(self) -> str:
         """Returns the pattern's text, such as "pyramid:512,3"; `parse` reads it back."""

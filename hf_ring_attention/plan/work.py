@@ -74,7 +74,7 @@ def work_under(pattern: Pattern, most_tokens: int) -> Pairs:
 @lru_cache(maxsize=32)
 def _work_up_to(pattern: Pattern, most_tokens: int) -> Pairs:
     patterns_of: dict[QueryRange, list[Pattern]] = {}
-    heads = pattern.kv_heads or (pattern.of_kv_head(0),)
+    heads = pattern.kv_heads or (pattern,)
     for part in (part for own in heads for part in parts_of(own)):
         patterns_of.setdefault(part.queries, []).append(part.pattern)
     return Pairs(tuple(_share(*share, len(heads), most_tokens) for share in patterns_of.items()))
@@ -99,5 +99,7 @@ def _share(queries: QueryRange, patterns: list[Pattern], heads: int, most_tokens
 def _pairs_of_document(patterns: list[Pattern], length: int) -> float:
     """Returns the pairs of a causal document, one head for each pattern, without a plan, since nobody would use it again."""
     rows, heads = [Run(0, 0, length)], len(patterns)
-    tiles = tile_document(branches_of(Pattern.by_kv_head(patterns), heads, heads, causal=True), length, rows, rows)
+    tiles = tile_document(
+        branches_of(Pattern((), kv_heads=tuple(patterns)), heads, heads, causal=True), length, rows, rows
+    )
     return sum(pairs_of_tile(t.shape, len(t.queries), len(t.keys)) * t.fold_size * len(t.heads) for t in tiles)

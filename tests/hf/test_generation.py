@@ -359,5 +359,5 @@ def test_a_collator_that_describes_one_document_a_row(told):
     ids = ids[: 1 if "cu_seq_lens_q" in told else None]
     assert torch.equal(greedy(model, ids, **told), greedy(llama(), ids))
     packed = {"seq_idx": torch.arange(PROMPT).ge(4).int().expand(3, -1), "cu_seq_lens_q": torch.tensor([0, 4, PROMPT])}
-    said = "describe packed rows, which have no cache: pass use_cache=False"
+    said = r"seq_idx or the mask\) have no cache: pass use_cache=False"
     refused(said, greedy, model, ids, **{name: packed[name] for name in told})

@@ -241,7 +241,7 @@ def test_a_mask_of_numbers_with_padding_and_what_contradicts_it():
     )
     said = "position_ids of row 0 go from 7 to 8 at token 8, where a document begins"
     refused(said, logits, model, row, attention_mask=mask, position_ids=torch.arange(TOKENS)[None])
-    said = "cu_seq_lens, seq_idx or a mask describe packed rows, which have no cache: pass use_cache=False"
+    said = r"packed rows \(by cu_seq_lens, seq_idx or the mask\) have no cache: pass use_cache=False"
     for cache in (ra.PatternCache(model), DynamicCache()):
         refused(said, model, row, attention_mask=mask, **cache_argument(cache))
     with pytest.raises(NotImplementedError, match="in one graph got packed rows without positions"):

@@ -310,4 +310,5 @@ def test_refused_patterns_by_head():
     said = "with kv_heads, each head's pattern has the branches"
     refused(said, Pattern, (Window(4),), kv_heads=(Pattern.exact(),))
     for nested in (pattern, "kv0-1=exact"):
-        refused("must be patterns with branches", Pattern.by_kv_head, [nested, "exact"])
+        refused("was expected, got one for [26] heads itself", Pattern.by_kv_head, [nested, "exact"])
+    refused("must be patterns with branches", Pattern, (), kv_heads=(pattern, Pattern.exact()))
