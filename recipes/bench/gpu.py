@@ -163,7 +163,7 @@ def generated(model: Any, ids: Tensor, ring: ra.Ring) -> Tensor:
     """Returns the tokens that follow a prefill over a ring."""
     ra.patch_model(model.eval(), ring=ring)
     cache = {cache_name(model): ra.prefill(model, ids[:, :-1])}
-    return model.generate(ids, **cache, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    return model.generate(ids, **cache, use_cache=True, max_new_tokens=4, do_sample=False, pad_token_id=0)
 
 
 def group(report: Report) -> None:
