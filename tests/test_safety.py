@@ -26,6 +26,8 @@ UNSAFE_ARGUMENTS = {"shell", "allow_pickle", "trust_remote_code"}
 PICKLE_ALLOWED = {
     "tests/plan/test_patterns.py",
     "tests/hf/test_config.py",
+    "tests/hf/test_every_causal_model.py",
+    "tests/hf/test_pattern_cache.py",
     "tests/training/test_sliced_layers.py",
     "tests/support/ranks.py",
     "hf_ring_attention/evaluation/calibration/search.py",  # names an error
