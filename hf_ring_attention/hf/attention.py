@@ -235,8 +235,8 @@ def _checked(
     continues = now.kept is not None and now.kept.arrival.seen > 0
     if now.ring.world_size > 1 and tokens.layout is None and tokens.held is None and not continues:
         raise ValueError(
-            f"{type(module).__name__} of a sharded model got no mask of ring_dilated, so its documents are unknown: call the "
-            f"model, not its layers; with a cp_size, make the ring by Ring.from_accelerator before accelerator.prepare"
+            f"{type(module).__name__} of a sharded model got no mask of ring_dilated: call the model, not its layers; with a "
+            f"cp_size, make the ring by Ring.from_accelerator before accelerator.prepare"
         )
     causal = tokens.causal
     if causal is None:  # A plain mask.

@@ -291,7 +291,7 @@ def _check_calibration(calibration: PatternsOfLayers, config: PretrainedConfig) 
     if calibration.num_hidden_layers != count or needed - found or windows & found:
         raise ValueError(
             f"patch_config: the calibration is of a model of {calibration.num_hidden_layers} layers, and {name} has {count}; "
-            f"it has patterns for layers {sorted(found)}, and {name} needs them for {sorted(needed)}: calibrate this model"
+            f"it has patterns for {sorted(found)}, needed are {sorted(needed)}: calibrate this model"
         )
 
 

@@ -28,9 +28,8 @@ class LayerState:
 
     tensors: list[Tensor]  # its weights and buffers
     versions: list[int]  # how often each was written to
-    numbers: list[
-        Tensor
-    ]  # of the tensors, which optimizers and `.data` write into without a new version; [] if none may
+    #: Of the tensors, which optimizers and `.data` write into without a new version; [] if none may.
+    numbers: list[Tensor]
     settings: tuple[list[Any], Any]  # the attributes of its modules: adapters, probabilities of dropout, hooks
     modes: list[bool]  # whether each of its modules trains
 

@@ -197,8 +197,8 @@ def _check_attended(now: ForwardPass, output: Any) -> None:
     sharded = now.layout is not None or now.held is not None
     if not now.attended and (sharded or implementation == IMPLEMENTATION):
         raise RuntimeError(
-            f"no layer of {name} attended by ring_dilated ({implementation!r} is set), so it would ignore its pattern, or each "
-            f"rank would see only its part: call ra.patch_model; if that was done, use 'eager' on one process (ring=None)"
+            f"no layer of {name} attended by ring_dilated ({implementation!r} is set), so patterns and rings have no effect: "
+            f"call ra.patch_model; after that, use 'eager' on one process (ring=None)"
         )
     if sharded and getattr(output, "pooler_output", None) is not None and not hasattr(now.runner, "pooler"):
         raise NotImplementedError(

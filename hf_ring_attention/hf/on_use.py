@@ -194,8 +194,8 @@ class OnUse(Tensor):
         asked = args[1] if func is torch.autograd.grad else args[:1]
         if any(isinstance(x, OnUse) and x.memory.used and x.is_ours for x in tree_leaves(asked)):
             raise NotImplementedError(
-                "the gradient of hidden states or logits was asked for after a loss was computed from them in slices: call the "
-                "model without labels, and compute the loss from its logits"
+                "the gradient of hidden states or logits was asked for, but their loss was computed in slices: call the model "
+                "without labels, and compute the loss from its logits"
             )
         with plain_tensors():
             return func(*args, **kwargs)

@@ -166,9 +166,8 @@ class _ByDocuments:
         gathered = len(hidden) * layout.seq_len * hidden.shape[2] * hidden.element_size()
         if gathered > MOST_GATHERED:
             raise NotImplementedError(
-                f"{self.name} passes no state, so each rank would hold whole rows: {len(hidden)} x {layout.seq_len} tokens x "
-                f"{hidden.shape[2]} x {hidden.element_size()} bytes = {gathered}, above {MOST_GATHERED}: take shorter or fewer "
-                f"rows"
+                f"{self.name} cannot pass its state between ranks, and gathering {len(hidden)} x {layout.seq_len} tokens would "
+                f"take {gathered} bytes, above {MOST_GATHERED}: take shorter or fewer rows"
             )
         if ring.rank == 0:
             warn_once(

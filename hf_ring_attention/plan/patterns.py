@@ -103,10 +103,9 @@ class Pattern:
             for earlier, later in itertools.pairwise(dilated):
                 if later.dilation % earlier.dilation:
                     raise ValueError(
-                        f"Pattern: overlap='once' needs nested branches, each dilation dividing the next, but "
-                        f"{earlier} is followed by {later} and {later.dilation} % {earlier.dilation} = "
-                        f"{later.dilation % earlier.dilation}: order the branches by dilation, make each dilation a "
-                        f"multiple of the one before, or use overlap='count'"
+                        f"Pattern: overlap='once' needs each dilation to divide the next, got {earlier.dilation} before "
+                        f"{later.dilation}: order the branches, make each dilation a multiple of the one before, or use "
+                        f"overlap='count'"
                     )
 
     def _check_kv_heads(self) -> None:

@@ -89,9 +89,8 @@ def check_last(pattern: Pattern, num_queries: int, before: int) -> None:
     last = fewest_last(pattern) if before else None
     if last is not None and last < num_queries:
         raise ValueError(
-            f"the pattern {pattern} shows every key to the last {last} queries of a document, got {num_queries} "
-            f"queries behind {before} tokens in a cache: compute the whole row in one forward "
-            f"pass (without prefill_chunk_size), or pass at most {last} tokens at a time"
+            f"{pattern} shows every key to the last {last} queries of a document, got {num_queries} behind "
+            f"{before} tokens: pass the whole row at once (no prefill_chunk_size), or at most {last} tokens"
         )
 
 

@@ -126,7 +126,7 @@ def test_a_prompt_in_pieces_is_refused(chunk, cache):
 
 
 def test_longer_pieces_behind_a_cache_are_refused():
-    row, said = drawn_ids(20), r"shows every key to the last 4 queries of a document, got 6 queries behind"
+    row, said = drawn_ids(20), r"shows every key to the last 4 queries of a document, got 6 behind"
 
     def work(ring, model):
         refused(said, greedy, model, row, **cache_argument(ra.prefill(model, row[:, :14])))

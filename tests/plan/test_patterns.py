@@ -146,8 +146,7 @@ def test_branches_are_taken_as_they_are_documented():
 def test_once_asks_for_nested_dilations(dilations):
     branches = [Segment(dilation * 12, dilation) for dilation in dilations]
     earlier, later = next((a, b) for a, b in itertools.pairwise(dilations) if b % a)
-    message = f"{Segment(earlier * 12, earlier)} is followed by {Segment(later * 12, later)} and {later} % {earlier} = "
-    refused(f"each dilation dividing the next, but {message}", Pattern, branches, "once")
+    refused(f"each dilation to divide the next, got {earlier} before {later}: ", Pattern, branches, "once")
     # Sinks between do not hide it.
     refused("or use overlap='count'", Pattern, [branches[0], Sink(2), *branches[1:]], "once")
     assert Pattern(branches, "count").branches == tuple(branches)
