@@ -57,8 +57,8 @@ def naming_lost_processes(seconds: float = 5.0) -> Iterator[None]:
             if int(os.environ.get("WORLD_SIZE", 1)) == 1:
                 raise
             raise LostProcesses(
-                f"process {os.environ.get('RANK', '?')} of {os.environ['WORLD_SIZE']} was not joined by all others: look in each "
-                f"output for a process that ended, and start all again: {error}"
+                f"process {os.environ.get('RANK', '?')} of {os.environ['WORLD_SIZE']} was not joined by all others: look for a "
+                f"process that ended in each output, and start all again: {error}"
             ) from error
         lost = _silent(seconds)
         if not lost:
