@@ -318,7 +318,7 @@ def test_rows_that_are_gathered_are_bounded_and_logged(monkeypatch, caplog):
     on_ranks(work, make("minimax"))
     assert caplog.text.count("MiniMaxLightningAttention passes no state from rank to rank: its rows are gathered") == 1
     monkeypatch.setattr(mixers, "MOST_GATHERED", 10_000)
-    said = r"2 x 20 tokens x 32 x 8 bytes = 10240, above 10000"
+    said = r"gathering 2 x 20 tokens would take 10240 bytes, above 10000"
     refused(said, on_ranks, work, make("minimax"), error=NotImplementedError)
 
 
