@@ -9,13 +9,13 @@ from .evaluation.calibration.calibrate import calibrate as calibrate
 from .evaluation.calibration.result import Calibration as Calibration
 from .evaluation.perplexity import PerplexityReport as PerplexityReport
 from .evaluation.perplexity import perplexity as perplexity
-from .hf.cache import prefill as prefill
-from .hf.config import patch_config as patch_config
+from .hf.cache.pattern_cache import PatternCache as PatternCache
+from .hf.cache.prefill import prefill as prefill
 from .hf.forward_pass import exact_attention as exact_attention
-from .hf.models import ModelSupport as ModelSupport
-from .hf.models import supported_models as supported_models
+from .hf.model.config import patch_config as patch_config
+from .hf.model.models import ModelSupport as ModelSupport
+from .hf.model.models import supported_models as supported_models
 from .hf.patch import patch_model as patch_model
-from .hf.pattern_cache import PatternCache as PatternCache
 from .plan.branches import Last as Last
 from .plan.branches import Segment as Segment
 from .plan.branches import Sink as Sink
@@ -31,7 +31,6 @@ from .ring.simulation import simulate as simulate
 from .training.distillation import distillation_loss as distillation_loss
 from .training.packing import pack_documents as pack_documents
 from .training.sliced_layers import sliced_layers as sliced_layers
-from .training.sliced_layers import sliced_mlp as sliced_mlp
 from .training.trainer import RingTrainer as RingTrainer
 from .training.trainer import RingTrainerMixin as RingTrainerMixin
 from .training.trainer import RingTrainingArguments as RingTrainingArguments
@@ -74,6 +73,5 @@ __all__ = [
     "run_simulated",
     "simulate",
     "sliced_layers",
-    "sliced_mlp",
     "supported_models",
 ]

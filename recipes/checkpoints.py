@@ -263,7 +263,6 @@ class Figures(dict):
 def check_settings(checkpoint: Path, settings: Mapping[str, Any]) -> None:
     """Ends a run that would go on from a checkpoint with other data, another model's pattern or another learning rate."""
     before = json.loads((checkpoint / _SETTINGS).read_text())["settings"]
-    before = {"tokens": before.get("seq_len"), **before}  # its name in 0.2
     other = {name: value for name, value in settings.items() if before.get(name) != value}
     if other:
         different = "; ".join(f"{name} {before.get(name)!r} there and {value!r} here" for name, value in other.items())

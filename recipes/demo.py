@@ -36,7 +36,6 @@ import documents
 import perplexity
 import torch
 from arguments import at_least, missing_extra, positive, token_count
-from bench.timing import renamed
 from pictures import plot_layer, plot_losses, plot_quality
 
 import hf_ring_attention as ra
@@ -91,7 +90,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--row-tokens", type=token_count(64), default=256, help="tokens of a row in fine-tuning (default 256)")
     add("--minutes", type=positive, default=3.5, help="calibrate only if it can end by this minute (default 3.5)")
     add("--output", type=Path, default=Path("demo"), help="folder for figures and pictures (default demo)")
-    args = parser.parse_args(renamed(parser, argv, seq_len="row-tokens"))
+    args = parser.parse_args(argv)
     missing = missing_extra("matplotlib", "rich") or common.obstacle(common.BUNDLED)
     if missing:
         parser.error(f"the demo {missing}")

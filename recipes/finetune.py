@@ -30,7 +30,6 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import GradientAccumulationPlugin, LoggerType, broadcast_object_list, set_seed
 from arguments import PATTERN_HELP, Help, at_least, check_extra, load_pattern, new_file, pattern_source, positive
 from batches import Batches
-from bench.timing import renamed
 from torch.autograd.graph import save_on_cpu
 from torch.utils.data import DataLoader, DistributedSampler
 from tqdm.auto import tqdm
@@ -81,9 +80,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--output", type=Path, default=Path("runs/finetune"), help=folder)
     add("--report-to", nargs="+", choices=TRACKERS, default=[], metavar="TRACKER", help=", ".join(TRACKERS))
     add("--json", type=new_file, help="file for the figures")
-    args = parser.parse_args(
-        renamed(parser, argv, seq_len="tokens", ring_size="ranks", ring_layout="layout", ring_transport="transport")
-    )
+    args = parser.parse_args(argv)
     documents.check_arguments(parser, args)
     check_args(parser, args)
     return args

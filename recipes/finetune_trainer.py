@@ -17,7 +17,6 @@ import documents
 import torch
 from accelerate.utils import broadcast_object_list
 from arguments import PATTERN_HELP, Help, at_least, check, check_extra, load_pattern, pattern_source, positive
-from bench.timing import renamed
 from transformers import HfArgumentParser, default_data_collator, set_seed
 from transformers.hf_argparser import HfArg
 
@@ -62,8 +61,7 @@ def parse_args(argv=None) -> tuple[Arguments, TrainingArguments]:
         usage="%(prog)s [--model ID] [--text FILE] [--pattern PATTERN] [--ranks N] [--tokens N] ...; see --help",
         formatter_class=Help,
     )
-    words = renamed(parser, argv, seq_len="tokens", ring_size="ranks")
-    args, training = parser.parse_args_into_dataclasses(words)
+    args, training = parser.parse_args_into_dataclasses(argv)
     check(parser, "--model", common.model_to_train, args.model)
     check(parser, "--pattern", pattern_source, args.pattern)
     documents.check_arguments(parser, args)

@@ -21,7 +21,7 @@ import documents
 import torch
 from accelerate import Accelerator
 from arguments import DTYPES, PATTERN_HELP, Help, check_extra, load_pattern, new_file, pattern_source, token_count
-from bench.timing import Several, renamed
+from bench.timing import Several
 from pictures import plot_quality
 from transformers import HfArgumentParser
 
@@ -66,7 +66,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--dtype", choices=DTYPES, default="float32", help="data type (default float32)")
     add("--json", type=new_file, help="file for the figures, with the loss of every token")
     add("--plot", type=new_file, help="file for a picture of perplexity against attention FLOPs")
-    args = parser.parse_args(renamed(parser, argv, patterns="pattern"))
+    args = parser.parse_args(argv)
     documents.check_arguments(parser, args)
     check_extra(parser, "--plot", args.plot, "matplotlib")
     return args

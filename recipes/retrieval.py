@@ -44,7 +44,7 @@ from arguments import (
     pattern_or_own,
     token_count,
 )
-from bench.timing import Several, renamed
+from bench.timing import Several
 
 import hf_ring_attention as ra
 
@@ -210,7 +210,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--dtype", choices=DTYPES, default="float32", help="data type (default float32)")
     add("--json", type=new_file, help="file for the figures of every question")
     add("--plot", type=new_file, help="file for a picture: probability by depth and length")
-    args = parser.parse_args(renamed(parser, argv, patterns="pattern", lengths="tokens"))
+    args = parser.parse_args(argv)
     args.patterns = {name: None if name == OWN else load_pattern(name) for name in args.patterns}
     for name in ("tasks", "lengths", "depths"):
         setattr(args, name, list(dict.fromkeys(getattr(args, name))))

@@ -13,11 +13,13 @@ import peft
 import torch
 import transformers
 
-from hf_ring_attention.hf import models as models_module
+from hf_ring_attention import hf
 from tests.support.adapters import KINDS, survey_adapter
 from tests.support.probe import survey
 from tests.support.tiny_models import CAUSAL_TYPES
 from tests.support.tolerance import float64
+
+_FOLDER = Path(hf.__file__).parent
 
 #: The first lines of hf/MODELS.md.
 _HEAD = """# Model types
@@ -49,7 +51,7 @@ def write_adapters():
     with float64():
         lines = [f"| {kind} | {survey_adapter(kind)} |" for kind in KINDS]
     text = _ADAPTERS.format(release=peft.__version__) + "\n".join(lines) + "\n"
-    (Path(models_module.__file__).parent / "ADAPTERS.md").write_text(text, encoding="utf-8")
+    (_FOLDER / "ADAPTERS.md").write_text(text, encoding="utf-8")
 
 
 def run_survey(types):
@@ -66,11 +68,10 @@ def run_survey(types):
             models.append(survey(model_type))
         print(model_type, models[-1].status, models[-1].reason if types else "", flush=True)
     if not types:
-        folder = Path(models_module.__file__).parent
         lines = json.dumps([asdict(model) for model in models], indent=1)
         text = f'{{"transformers": "{transformers.__version__}", "models": {lines}}}\n'
-        (folder / "models.json").write_text(text, encoding="utf-8")
-        (folder / "MODELS.md").write_text(models_page(models, transformers.__version__), encoding="utf-8")
+        (_FOLDER / "model" / "models.json").write_text(text, encoding="utf-8")
+        (_FOLDER / "MODELS.md").write_text(models_page(models, transformers.__version__), encoding="utf-8")
 
 
 def models_page(models, release):

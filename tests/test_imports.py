@@ -55,7 +55,7 @@ def test_operators_are_made_before_threads_use_them():
     loaded_by(
         """
         import torch
-        from hf_ring_attention.hf import graph
+        from hf_ring_attention.hf.call import graph
         from hf_ring_attention.ring import operator, shards
 
         names = [name.partition("::")[2] for name in operator._LIBRARY._op_defs]

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.cache import cache_argument
+from hf_ring_attention.hf.model.wrappers import cache_argument
 from tests.support.training import tiny_llama
 
 PACKAGE = str(Path(ra.__file__).parent)

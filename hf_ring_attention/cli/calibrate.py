@@ -37,7 +37,7 @@ def add_calibrate(parser: Parser) -> None:
     add("--budget", metavar="SHARE", type=above_zero(1), default=0.25, help="Share of exact's cost (default 0.25).")
     parser.add_choice("--budget-of", tuple(_BUDGETS), "The cost to count", "flops")
     add("--ranks", metavar="N", type=at_least(2), help="Ranks whose bytes are counted (default: all processes).")
-    add("--tokens", metavar="N", type=token_count(2), default="4k", was="--seq-len", help=text)
+    add("--tokens", metavar="N", type=token_count(2), default="4k", help=text)
     add("--rows", metavar="N", type=at_least(1), default=1, help="Rows from each text, evenly spaced (default 1).")
     text = "A pattern to choose from; repeatable. Default: windows with few and with many sinks, and exact."
     parser.add_pattern(text, "--menu", action="append")
@@ -68,7 +68,7 @@ def calibrate_command(args: Namespace) -> None:
     tell_loading(args.model)
     from ..cost.models import load_config
     from ..evaluation.calibration.calibrate import calibrate
-    from ..hf.config import patch_config
+    from ..hf.model.config import patch_config
     from .loading import check_positions, load_model, load_tokenizer, ring_of_processes  # It loads torch.
 
     trust = args.trust_remote_code

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 def add_estimate(parser: Parser) -> None:
     add, dtypes = parser.add_argument, tuple(NUMBER_BYTES)
-    add("--tokens", metavar="N", type=token_count(), required=True, was="--seq-len", help="Tokens in a row: 128k, 1M.")
+    add("--tokens", metavar="N", type=token_count(), required=True, help="Tokens in a row: 128k, 1M.")
     # --ranks is one ring, as in all commands; --devices counts the devices of all rings, which divide parameters.
-    add("--ranks", metavar="N", type=at_least(1), was="--ring-size", help="Ranks in a ring (default: all devices).")
+    add("--ranks", metavar="N", type=at_least(1), help="Ranks in a ring (default: all devices).")
     add("--devices", metavar="N", type=at_least(1, 2**20), help="Devices in all rings (default: --ranks, else 1).")
     add("--memory", metavar="SIZE", type=memory_size, help="Memory of a device, such as 80GB.")
     parser.add_model("A folder with a config.json, or a hub id.", required=True)

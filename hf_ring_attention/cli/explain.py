@@ -11,7 +11,7 @@ from typing import Any
 from ..cost.cache import CacheBytes, sum_of_caches
 from ..cost.explain import Explanation, LayerTime, number_bytes, time_of_layer
 from ..cost.layers import ModelAttention, ModelMixers, StepExplanation, explain_layers
-from ..hf.models import why_not
+from ..hf.model.models import why_not
 from ..plan.choices import check_choices
 from ..plan.patterns import Pattern
 from ..plan.problem import Documents

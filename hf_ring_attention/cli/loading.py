@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
 from ..evaluation.adapters import complete_adapters
+from ..hf.names import IMPLEMENTATION
 from ..hf.patch import take_pattern_of_adapters
-from ..hf.registration import IMPLEMENTATION
 from ..ring.ring import Ring
 
 

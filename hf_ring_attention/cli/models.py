@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from importlib.metadata import version
 
-from ..hf.models import release_of_table, supported_models
+from ..hf.model.models import release_of_table, supported_models
 from .options import Parser, Refusal
 from .output import print_table, wrote_json
 

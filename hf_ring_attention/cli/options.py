@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -39,14 +38,9 @@ class Refusal(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose help has 80 columns, whose errors are `Refusal`s, and which adds options that several commands share.
-
-    It reads old names of options too, and the first process prints the new ones. The old name of an option can be another
-    option now: it keeps its old meaning beside that option's old name.
-    """
+    """A parser whose help has 80 columns, whose errors are `Refusal`s, and which adds options that several commands share."""
 
     def __init__(self, **settings: Any) -> None:
-        self.old_names: dict[str, str] = {}
         formatter: Any = partial(argparse.RawDescriptionHelpFormatter, max_help_position=26, width=80)
         super().__init__(formatter_class=formatter, allow_abbrev=False, **settings)
 
@@ -54,18 +48,8 @@ class Parser(argparse.ArgumentParser):
         """Raises a `Refusal` that names the help."""
         raise Refusal(f"{message} (see {self.prog} --help)")
 
-    def add_argument(self, *names: Any, was: str | None = None, **settings: Any) -> argparse.Action:
-        """Adds an option; `was` is its old name."""
-        self.old_names |= {} if was is None else {was: names[0]}
-        return super().add_argument(*names, **settings)
-
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        words, olds = list(sys.argv[1:] if args is None else args), self.old_names
-        found = {word.partition("=")[0] for word in words} & olds.keys()
-        if found - {*olds.values()}:
-            if os.environ.get("RANK", "0") == "0":
-                print(f"{self.prog}:", ", ".join(f"{x} is now {olds[x]}" for x in olds if x in found), file=sys.stderr)
-            words = [olds.get(name, name) + sign + value for name, sign, value in (x.partition("=") for x in words)]
+        words = list(sys.argv[1:] if args is None else args)
         # Numbers behind --tokens are one word: a type sees one word, and nargs would also take a file behind them.
         numbers, text = r"(?<=\0--tokens\0)\d[\d,kKmM]*(\0\d[\d,kKmM]*)+(?=\0|$)", "\0".join(["", *words])
         words = re.sub(numbers, lambda found: found[0].replace("\0", ","), text).split("\0")[1:]

@@ -25,9 +25,9 @@ def add_perplexity(parser: Parser) -> None:
     text = f"A pattern, a calibration.json, or own (the config's); repeatable (default {' '.join(USUAL_PATTERNS)})."
     add("--pattern", metavar="TEXT", action="append", type=lambda x: x if x == OWN else pattern_or_file(x), help=text)
     text = "Tokens in a row: texts are cut into rows of each length, and shorter texts are one row (default 4k)."
-    add("--tokens", metavar="N,N,...", type=comma_list(token_count(2)), was="--lengths", help=text)
+    add("--tokens", metavar="N,N,...", type=comma_list(token_count(2)), help=text)
     text = "Read only the first N tokens of each text (default: the largest of --tokens)."
-    add("--text-tokens", metavar="N", type=token_count(2), was="--tokens", help=text)
+    add("--text-tokens", metavar="N", type=token_count(2), help=text)
     add("--stride", metavar="N", type=token_count(), help="With --tokens: each row starts N tokens after the previous.")
     parser.add_picture("--plot", "Draw perplexity against the length of rows.")
     parser.add_choice("--dtype", ("float32", "bfloat16", "float16"), "Data type", "float32")
@@ -94,7 +94,7 @@ def _measured(
     from ..cost.models import attention_of_model
     from ..evaluation.calibration.result import load_pattern
     from ..evaluation.lengths import figures_by_length, sum_of_texts
-    from ..hf.registration import IMPLEMENTATION
+    from ..hf.names import IMPLEMENTATION
 
     names = list(dict.fromkeys(args.pattern or USUAL_PATTERNS))
     if OWN in names and getattr(model.config.get_text_config(), IMPLEMENTATION, None) is None:

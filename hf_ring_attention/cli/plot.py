@@ -34,7 +34,7 @@ def add_plot_pattern(parser: Parser) -> None:
     add("--heads", metavar="N", type=at_least(1), help="Query heads, without --model (default 8).")
     add("--kv-heads", metavar="N", type=at_least(1), help="Key/value heads, without --model (default: --heads).")
     add("--head", metavar="N", type=at_least(0), help="Show what this head sees (default: what any head sees).")
-    parser.add_picture("--plot", "Save a picture to this file; without it, print text.", was="--output")
+    parser.add_picture("--plot", "Save a picture to this file; without it, print text.")
 
 
 def plot_pattern_command(args: Namespace) -> None:
@@ -97,7 +97,7 @@ def add_plot_ring(parser: Parser) -> None:
     parser.add_model("Take heads from this model's config.json.")
     parser.add_heads()
     parser.add_choice("--dtype", ("float32", "bfloat16", "float16"), "Data type", "bfloat16")
-    parser.add_picture("--plot", "Save a picture to this file.", was="--output")
+    parser.add_picture("--plot", "Save a picture to this file.")
 
 
 def plot_ring_command(args: Namespace) -> None:

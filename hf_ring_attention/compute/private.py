@@ -350,6 +350,11 @@ def is_prepared(loader: Any) -> bool:
     return bool(getattr(loader, "_is_accelerate_prepared", False))
 
 
+def mark_prepared(loader: Any) -> None:
+    """Has `accelerator.prepare` return a loader as it is."""
+    loader._is_accelerate_prepared = True
+
+
 def check_trl(trainer_class: Any) -> None:
     """Raises ImportError if a Trainer of TRL lacks a private name that `training/trainer.py` overrides."""
     # Its subclasses may have its name, also those of trl.experimental.

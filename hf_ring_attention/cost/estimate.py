@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from ..hf.config import warn_once
-from ..hf.loss_bytes import tokens_at_once
+from ..hf.loss.loss_bytes import tokens_at_once
 from ..hybrids.mixers import MOST_GATHERED
 from ..plan.choices import COLLECTIVE_BYTES
 from ..plan.layouts import LayoutKind
@@ -139,7 +138,6 @@ def estimate(
     dtype: Any = "bfloat16",
     master_dtype: Any = "float32",
     layer_tokens_at_once: int = 0,
-    mlp_tokens_at_once: int = 0,
     layout: LayoutKind | Literal["auto"] = "auto",
     transport: str = "auto",
     heads: int | None = None,
@@ -165,7 +163,6 @@ def estimate(
         dtype: of activations, and of weights as layers compute with them; a torch.dtype, or its name.
         master_dtype: of the weights, gradients and moments that are kept; ZeRO keeps float32 beside `dtype`.
         layer_tokens_at_once: the tokens of a slice, as for `sliced_layers`; 0 for whole rows.
-        mlp_tokens_at_once: as for `sliced_mlp`, whose slices are of MLPs only; it goes in version 0.4, with this function.
         layout, transport, heads: as for `Ring`.
         device: "cuda" assumes the fused kernel, and cuDNN or FlashAttention-2 for exact attention; ZeRO needs it. "cpu" counts
             an optimizer that updates one tensor after another; host memory is then the same memory.
@@ -187,8 +184,6 @@ def estimate(
     given |= {name: str(given[name]).removeprefix("torch.") for name in ("dtype", "master_dtype")}
     setting = TrainingSetting(**{field.name: given[field.name] for field in fields(TrainingSetting)})
     setting.check()
-    if mlp_tokens_at_once:
-        warn_once("mlp_tokens_at_once goes in version 0.4, with sliced_mlp: use layer_tokens_at_once and sliced_layers")
     if isinstance(pattern, str) and not pattern.endswith(".json"):
         pattern = as_pattern(pattern, "estimate")
     try:
@@ -314,7 +309,7 @@ def _in_loss(shape: ModelShape, setting: TrainingSetting) -> list[MemoryPart]:
     adding = "the loss adds the gradients of slices in float32"
     return [
         MemoryPart("hidden states of the loss", tokens * shape.width * numbers, norm, _SAVED_BY_AUTOGRAD),
-        MemoryPart("logits", at_once * shape.vocabulary * 12, logits, "a slice of the loss (hf/lm_loss.py)"),
+        MemoryPart("logits", at_once * shape.vocabulary * 12, logits, "a slice of the loss (hf/loss/lm_loss.py)"),
         MemoryPart("gradient of the head", shape.embedding * (4 + setting.master_bytes), head, adding),
     ]
 

@@ -34,7 +34,7 @@ MOMENTS = 2
 NORM_BACKWARD = 5 * 4
 
 _LEAST = {"seq_len": 1, "devices": 1, "ring_size": 1, "batch_size": 1}
-_LEAST |= {"layer_tokens_at_once": 0, "mlp_tokens_at_once": 0}
+_LEAST |= {"layer_tokens_at_once": 0}
 _CHOICES = {name: tuple(NUMBER_BYTES) for name in ("dtype", "master_dtype")}
 _CHOICES |= {"parallel": PARALLELS, "device": ("cuda", "cpu")}
 
@@ -56,7 +56,6 @@ class TrainingSetting:
     offload_optimizer: bool
     accumulate: bool
     layer_tokens_at_once: int
-    mlp_tokens_at_once: int
     layout: Any
     transport: str
     heads: int | None
@@ -157,7 +156,7 @@ def layer_memory(shape: ModelShape, layer: LayerShape, setting: TrainingSetting,
     attention_saved = sum(of_norms) - last_norm + of_heads + projections
     # Gate, activated gate, up and product; without a gate, the projection and its activation. Experts compute whole rows.
     inner, routed = layer.mlp_width * size, 2 * layer.experts_per_token * width * size + 12 * layer.experts
-    mlp_at_once = 0 if layer.experts else setting.layer_tokens_at_once or setting.mlp_tokens_at_once
+    mlp_at_once = 0 if layer.experts else setting.layer_tokens_at_once
     mlp = 0 if setting.slices(mlp_at_once) else (4 if layer.gated else 2) * inner + routed
     residual = width * size  # the bytes of the gradient of the residual stream
     # Backward of the product holds gate, activated gate and up, and the gradients of product, activated gate and up. Slices

@@ -11,8 +11,8 @@ from typing import Any
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
-from ..hf.config import PatternsOfLayers, layer_pattern, patch_config
-from ..hf.model_types import MIXER_LAYERS, MIXERS, OTHER_VALUES
+from ..hf.model.config import PatternsOfLayers, layer_pattern, patch_config
+from ..hf.model.types import MIXER_LAYERS, MIXERS, OTHER_VALUES
 from ..hf.patch import take_pattern_of_adapters
 from ..plan.branches import Branch, Segment, Window
 from ..plan.patterns import Pattern

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
-from ..hf.models import why_not
-from ..hf.registration import IMPLEMENTATION
+from ..hf.model.models import why_not
+from ..hf.names import IMPLEMENTATION
 from ..hybrids.models import mixers_of
 from ..plan.patterns import Pattern
 from .layers import ModelAttention

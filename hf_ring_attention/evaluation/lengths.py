@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..hf.config import settings_of
+from ..hf.model.config import settings_of
+from ..hf.names import IMPLEMENTATION
 from ..hf.patch import patch_model
-from ..hf.registration import IMPLEMENTATION
 from ..plan.patterns import Pattern
 from ..ring.ring import Ring
 from .calibration.result import Calibration

@@ -21,12 +21,12 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
 from ..compute.private import check
-from ..hf.cache import cache_argument, prefill
-from ..hf.config import fewest_last_of, layer_pattern, patterns_of_layers, warn_once
-from ..hf.lm_loss import IGNORED
+from ..hf.cache.prefill import prefill
+from ..hf.loss.lm_loss import IGNORED
+from ..hf.model.config import fewest_last_of, layer_pattern, patterns_of_layers, warn_once
+from ..hf.model.wrappers import attachment_of, cache_argument, unwrapped, whole_model
+from ..hf.names import IMPLEMENTATION
 from ..hf.patch import patch_model
-from ..hf.registration import IMPLEMENTATION
-from ..hf.wrappers import attachment_of, unwrapped, whole_model
 from ..plan.branches import check_count
 from ..ring.ring import Ring
 from .adapters import complete_adapters

@@ -13,11 +13,12 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from ..compute.merge import accumulation_dtype
-from ..hf.config import warn_once
 from ..hf.forward_pass import Head
-from ..hf.lm_loss import IGNORED
-from ..hf.rows import first_position, rows_to_cut
-from ..hf.wrappers import runner_of
+from ..hf.loss.lm_loss import IGNORED
+from ..hf.model.config import warn_once
+from ..hf.model.wrappers import runner_of
+from ..hf.rows.cut import rows_to_cut
+from ..hf.rows.documents import first_position
 from ..plan.layouts import SequenceLayout
 from ..ring.ring import Ring
 from ..training.distillation import logits_on_use

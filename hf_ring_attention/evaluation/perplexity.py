@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..hf.lm_loss import IGNORED
+from ..hf.loss.lm_loss import IGNORED
+from ..hf.model.support import check_predicts_next
+from ..hf.model.wrappers import attachment_of, evaluating, runner_of, whole_model
 from ..hf.patch import patch_model
-from ..hf.rows import places_of
-from ..hf.support import check_predicts_next
-from ..hf.wrappers import attachment_of, evaluating, runner_of, whole_model
+from ..hf.rows.cut import places_of
 from ..plan.branches import check_count
 from ..ring.ring import Ring
 from ..transport.agreement import digest

@@ -19,8 +19,8 @@ from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents, HeldKeys
 from ..ring.planned import outside
 from ..ring.ring import Ring
-from .config import Patterns, patterns_of
-from .wrappers import attachment_of, inner_model, ring_of_calls, share_config
+from .model.config import Patterns, patterns_of
+from .model.wrappers import attachment_of, inner_model, ring_of_calls, share_config
 
 #: A function of hidden states [..., width] that gives logits [..., vocabulary].
 Head = Callable[[Tensor], Tensor]
@@ -80,7 +80,7 @@ class ForwardPass:
     skipped: tuple[int, ...] = ()  # by layer, as `tokens_skipped` returns it
     whole: bool = False  # whether every rank computes whole rows by itself, because the call has a whole cache
     cacheless: bool = False  # whether the caller asked for no cache
-    probes: bool = False  # whether layers leave attention out, for `hf/probe.py`
+    probes: bool = False  # whether layers leave attention out, for `hf/call/probe.py`
     #: Makes what the head gets of this rank's last hidden states [B, n local, width]; None for those of whole rows.
     join_last: Callable[[Tensor], Tensor] | None = None
     origin: Any = None  # the `Origin` of results that are formed when they are used; None if none are

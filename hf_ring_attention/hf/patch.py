@@ -18,13 +18,15 @@ from ..compute.private import (
     set_implementation,
     set_implementation_of_parts,
 )
+from ..hybrids.models import attach_mixers, checked_mixers
 from ..plan.branches import check_choice
 from ..plan.choices import KernelSetting
 from ..plan.patterns import Pattern
 from ..ring.operator import UNTRACEABLE
 from ..ring.ring import Ring
-from .cache import cache_in, tokens_skipped
-from .config import (
+from .cache.pattern_cache import cache_for_generate
+from .call.model_call import attach_ring, before_model
+from .model.config import (
     ComputedOnCopy,
     Patterns,
     PatternsOfLayers,
@@ -39,21 +41,20 @@ from .config import (
     warn_of_unused_pattern,
     warn_once,
 )
-from .model_call import attach_ring, before_model
-from .model_types import hybrids_of
-from .pattern_cache import cache_for_generate
-from .registration import IMPLEMENTATION
-from .support import check_model
-from .wrappers import (
+from .model.support import check_model
+from .model.wrappers import (
     ATTACHMENT,
     attachment_of,
+    cache_in,
     check_ring,
     inner_model,
     models_inside,
     runner_of,
     share_config,
+    tokens_skipped,
     wrapped_modules,
 )
+from .names import IMPLEMENTATION
 
 #: The one field of all of PEFT's configs that takes any dict. PEFT itself uses it only for adapters without a task_type.
 _FIELD = "auto_mapping"
@@ -168,7 +169,7 @@ def patch_model(
     """
     inner = inner_model(model, "patch_model")
     share_config(runner_of(inner))
-    check_model(inner, sharded=ring is not None and ring.world_size > 1)
+    check_model(inner, ring is not None and ring.world_size > 1, checked_mixers(inner))
     if ring is not None:
         check_ring(inner, ring)
     kernel_name = _kernel_of(inner, ring, kernel)
@@ -188,11 +189,11 @@ def patch_model(
     set_implementation(config, IMPLEMENTATION)
     set_implementation_of_parts(inner, implementation_argument(inner.config))
     _save_pattern_with(adapters, inner.config)
+    for module in inner.modules():
+        remove_hooks(module, lambda hook: hook is _first_call)
     attach_ring(inner, ring, kernel_name)
     _prepare_generation(inner)
-    hybrids = hybrids_of(config)
-    if hybrids is not None:
-        hybrids.attach_mixers(inner)
+    attach_mixers(inner)
     for other in models_inside(inner) if ring is not None else ():
         patch_model(other, ring=ring)
     return model

@@ -15,9 +15,7 @@ from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from ..compute.private import check, implementation_of
 from ..ring.operator import UNTRACEABLE
-
-#: The name of the attention implementation, and of the config's attribute that holds the patterns.
-IMPLEMENTATION = "ring_dilated"
+from .names import IMPLEMENTATION
 
 
 def register() -> None:
@@ -31,14 +29,14 @@ def register() -> None:
 
 @torch.compiler.disable(reason=UNTRACEABLE)
 def _attention(*args: Any, **kwargs: Any) -> Any:
-    from .attention import ring_dilated_attention
+    from .layer.attention import ring_dilated_attention
 
     return ring_dilated_attention(*args, **kwargs)
 
 
 @torch.compiler.disable(reason=UNTRACEABLE)
 def _mask(*args: Any, **kwargs: Any) -> Any:
-    from .masks import ring_dilated_mask
+    from .layer.masks import ring_dilated_mask
 
     return ring_dilated_mask(*args, **kwargs)
 

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..hf.cache import ShardedCache, cache_in, cache_names
-from ..hf.config import warn_once
+from ..hf.cache.sharded_cache import ShardedCache
 from ..hf.forward_pass import ForwardPass, forward_pass_of, number_of, running, running_with
-from ..hf.masks import tokens_of
-from ..hf.rows import documents_from_mask
-from ..hf.wrappers import attachment_of, class_of_transformers
+from ..hf.layer.masks import tokens_of
+from ..hf.model.config import warn_once
+from ..hf.model.types import STATES_INSIDE
+from ..hf.model.wrappers import attachment_of, cache_in, cache_names, class_of_transformers
+from ..hf.rows.documents import documents_from_mask
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents
 from ..plan.state_runs import runs_of
@@ -39,9 +40,6 @@ MOST_GATHERED = 2 << 30
 #: Arguments that describe padding and documents; mixers get documents one by one, without these arguments.
 _BORDERS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _NOT_TO_MIXERS = ("attention_mask", "position_ids", "position_embeddings", *_BORDERS)
-
-#: Mixers that keep their state in themselves, and let padding into it.
-STATES_INSIDE = ("RecurrentGemmaRecurrentBlock",)
 
 #: Mixers whose layers expect a tuple, and use its first entry.
 _RETURN_TUPLES = ("RecurrentGemmaRecurrentBlock", "MiniMaxLightningAttention")

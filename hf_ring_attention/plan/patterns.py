@@ -7,7 +7,6 @@ definition that every other module executes and that the reference implementatio
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,6 @@ from typing import Any, ClassVar, Literal
 from . import notation
 from .branches import (
     BRANCH_TYPES,
-    BRANCHES,
     LARGEST,
     Branch,
     Counted,
@@ -338,41 +336,18 @@ class Pattern:
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> Pattern:
-        """Returns the pattern that `to_dict` returned; with a warning also one of version 0.2, whose dicts list branches.
+        """Returns the pattern that `to_dict` returned.
 
         Raises:
             ValueError: another dict, or a text that names no pattern.
         """
-        if not isinstance(d, Mapping):
-            raise ValueError(f"Pattern.from_dict: expected a dict, got {d!r}: read a text by Pattern.parse")
-        return as_pattern(d["pattern"], "Pattern.from_dict") if d.keys() == {"pattern"} else _of_version_0_2(d)
-
-
-@cache
-def warn_of_version_0_2() -> None:
-    """Logs once that a pattern was saved as a dict."""
-    logging.getLogger(__name__).warning(
-        "patterns were saved by version 0.2, as dicts that the next release will not read; layers without a pattern are exact: "
-        "call ra.patch_model or ra.patch_config, and save them again"
-    )
-
-
-def _of_version_0_2(d: Mapping[str, Any]) -> Pattern:
-    """Returns the pattern of a dict with `branches` and settings, or with such dicts as `kv_heads`."""
-    try:
-        heads = [dict(head) for head in (d["kv_heads"] if d.keys() == {"kv_heads"} else [d])]
-        for head in heads:
-            branches = map(dict, head["branches"])
-            head["branches"] = tuple(BRANCHES[branch.pop("type")](**branch) for branch in branches)
-        made = [Pattern(**head) for head in heads]
-        pattern = Pattern.by_kv_head(made) if "kv_heads" in d else made[0]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"Pattern.from_dict: expected {{'pattern': TEXT}}, or a dict of version 0.2, got keys {sorted(map(str, d))}: "
-            f"{error!r}"
-        ) from None
-    warn_of_version_0_2()
-    return pattern
+        if not isinstance(d, Mapping) or d.keys() != {"pattern"}:
+            got = f"keys {sorted(map(str, d))}" if isinstance(d, Mapping) else repr(d)
+            raise ValueError(
+                f"Pattern.from_dict: expected {{'pattern': TEXT}}, got {got}: read a text by Pattern.parse, and write branches "
+                f"of version 0.2 as text"
+            )
+        return as_pattern(d["pattern"], "Pattern.from_dict")
 
 
 def _sinks(owner: str, tokens: int) -> tuple[Branch, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +19,7 @@ from ..compute.kernel import Saved
 from ..compute.kernels import choose_kernel
 from ..compute.merge import accumulation_dtype, add_sinks, merge_
 from ..plan.call import Call, Outside, TensorFacts
+from ..plan.choices import decide_call
 from ..plan.kernel_choice import tile_kinds
 from ..plan.layouts import SequenceLayout
 from ..plan.patterns import Pattern, as_pattern
@@ -24,14 +27,17 @@ from ..plan.problem import HeldKeys, Problem, as_documents, documents_of
 from ..plan.traffic import RowBytes
 from ..transport.agreement import REFUSALS
 from ..transport.heads import HeadsTransport
+from ..transport.table import TRANSPORTS
 from ..transport.transports import LocalTransport
 from .engine import AllGradients, Execution, ForwardResults
 from .operator import CALLS, GraphLayer, is_recorded
-from .planner import CallKey
 from .ring import Ring
 
 #: The name of a call of attention when ranks compare their calls, here or in a model that refuses its part.
 FORWARD = "a forward pass of attention"
+
+#: Ranks that are threads of one process plan in turn: the first one makes the plans that all share.
+_PLANNING = threading.Lock()
 
 
 def planned_call(
@@ -87,8 +93,6 @@ def planned_call(
     except REFUSALS as error:
         refused = error
     if planned is not None:
-        if ring.planner.batches:
-            ring.planner.learn(planned.key)
         return planned
     with ring.agreement(FORWARD, by_digest=True) as agreed:
         _check_tensors(q, k, v, softcap, sinks)
@@ -147,8 +151,7 @@ class Planned:
         if call.scale is not None and not call.scale > 0:
             raise ValueError(f"ring_attention: scale must be above 0, or None for D ** -0.5, got {call.scale!r}")
         self.scale = widths[0] ** -0.5 if call.scale is None else call.scale
-        sizes = RowBytes(sum(widths) * dtype.itemsize, sum(widths) * accumulation_dtype(dtype).itemsize)
-        self.key = CallKey(problem, sizes, device, self.kernel.joining)
+        self.sizes = RowBytes(sum(widths) * dtype.itemsize, sum(widths) * accumulation_dtype(dtype).itemsize)
         self.digest = 0  # of the values that ranks have in common
         self.kept: Any = None  # the binding of its plan
         self._execution: Execution | None = None
@@ -182,15 +185,24 @@ class Planned:
         names = "pattern", "layout", "causal", "scale", "documents", "softcap", "head_shard"
         return {"ring": self.ring, **{name: getattr(self.call, name) for name in names}}
 
+    def _transport(self) -> Any:
+        """Returns the transport of the call, bound to its row numbers on the device."""
+        ring, place, start = self.ring, (self.call.q.device, self.kernel.joining), time.perf_counter()
+        with _PLANNING:
+            if self.call.held is not None:
+                self.kept = ring.planned.binding(bind_own, self.problem, 0, *place)
+                return LocalTransport(self.kept.binding)
+            problem, decision = decide_call(self.call.outside.transport, self.problem, self.sizes)
+            bind, make = TRANSPORTS[decision.choice]
+            self.kept = ring.planned.binding(bind, problem, ring.rank, *place)
+        ring.note_transport(decision)
+        ring.counters.planned_seconds += time.perf_counter() - start
+        return make(self.kept.binding, ring.communicator, ring.counters)
+
     def plan(self) -> Execution:
         """Returns the parts that execute the call; the first time, it plans the call without messages."""
         if self._execution is None:
-            transport: Any
-            if self.call.held is None:
-                self.kept, transport = self.ring.planner.transport_for(self.key)
-            else:
-                self.kept = self.ring.bindings.of(bind_own, self.problem, 0, self.key.device, self.key.joining)
-                transport = LocalTransport(self.kept.binding)
+            transport = self._transport()
             self._execution = Execution(transport, self.kernel, self.scale)
             names = torch.ops.hf_ring_attention
             by_heads = isinstance(transport, HeadsTransport)

@@ -24,11 +24,10 @@ from ..plan.traffic import TransportKind
 from ..transport.agreement import Agreement, Calls, agreement
 from ..transport.communicators import Communicator
 from ..transport.transports import Traffic
-from .bindings import Bindings, PlannedCalls
+from .bindings import PlannedCalls
 from .callbacks import CALLBACKS
 from .mesh import communicator_of, mesh_of
 from .operator import is_recorded
-from .planner import Planner
 from .shards import RINGS, check_shard, shard_of, whole_of
 
 logger = logging.getLogger(__name__)
@@ -160,8 +159,8 @@ class Ring:
         self.calls = Calls(communicator)
         #: Names the ring in graphs.
         self.number = RINGS.add(self)
-        self.planned, self.bindings = PlannedCalls(), Bindings()
-        self.planner = Planner(transport, communicator, self.bindings, self.counters)
+        self.planned = PlannedCalls()
+        self._transports: set[str] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ring:
         return self  # a process group cannot be copied, and a copied model belongs to the same ranks
@@ -184,8 +183,8 @@ class Ring:
         """Returns the result of `accelerator.prepare(loader)`, except that the loader's workers cut the rows.
 
         `model(**batch)` returns the same as for a whole batch. It pays for long rows: each process moves only its part to its
-        device, and attention over the next batch is planned while the loop computes. All processes read a stream, which
-        `accelerator.prepare` lets one process read for all; its first rows fill up the last batches.
+        device. All processes read a stream, which `accelerator.prepare` lets one process read for all; its first rows fill up
+        the last batches.
 
         Args:
             loader: a torch DataLoader, of batches that are mappings with input_ids [B, n].
@@ -309,6 +308,12 @@ class Ring:
         self._kernels[call] = decision
         if self.rank == 0 and decision.choice not in known:
             logger.info("ring of %d: kernel %s, because %s", self.world_size, decision.choice, decision.reason)
+
+    def note_transport(self, decision: Decision) -> None:
+        """Logs each transport once, on rank 0, whatever the number of layers and calls."""
+        if self.rank == 0 and decision.choice not in self._transports:
+            self._transports.add(decision.choice)
+            logger.info("ring of %d: transport %s, because %s", self.world_size, decision.choice, decision.reason)
 
     def traffic(self) -> Traffic:
         """Returns a count of the bytes that this rank has moved since the ring was made or `reset_traffic` was called."""

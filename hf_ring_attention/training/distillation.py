@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..hf.config import warn_once
 from ..hf.forward_pass import CALL, Head, RingCall, exact_attention, running_with
-from ..hf.lm_loss import IGNORED
-from ..hf.on_use import values_of
-from ..hf.output_layer import wrap_head
-from ..hf.support import check_predicts_next
-from ..hf.values import Values
-from ..hf.wrappers import ATTACHMENT, evaluating, unwrapped, whole_model, wrapped_modules
+from ..hf.loss.lm_loss import IGNORED
+from ..hf.loss.on_use import values_of
+from ..hf.loss.output_layer import wrap_head
+from ..hf.loss.values import Values
+from ..hf.model.config import warn_once
+from ..hf.model.support import check_predicts_next
+from ..hf.model.wrappers import ATTACHMENT, evaluating, unwrapped, whole_model, wrapped_modules
 
 
 def distillation_loss(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ..compute.private import is_prepared
+from ..compute.private import is_prepared, mark_prepared
 from ..hf.forward_pass import CALL, RingCall
-from ..hf.rows import cut, rows_to_cut
-from ..hf.wrappers import models_of, runner_of, tokens_in
+from ..hf.model.wrappers import models_of, runner_of, tokens_in
+from ..hf.rows.cut import cut, rows_to_cut
 from ..plan.patterns import Pattern, as_pattern
 from ..ring.ring import Ring
 from ..transport.agreement import digest
@@ -41,8 +41,8 @@ def prepare_data_loader(loader: Any, ring: Ring, pattern: Pattern | str | None) 
     chosen = None if pattern is None else as_pattern(pattern, "prepare_data_loader")
     loader.collate_fn = partial(_collate_and_cut, loader.collate_fn, ring, runner_of(models[0]), chosen)
     prepared = accelerator.prepare_data_loader(loader, device_placement=False)  # else one process would read a stream
+    mark_prepared(prepared)
     prepared.device = accelerator.device if accelerator.device_placement else None
-    prepared.base_dataloader = _PlannedAhead(prepared.base_dataloader, ring)
     return prepared
 
 
@@ -58,25 +58,3 @@ def _collate_and_cut(collate: Any, ring: Ring, runner: Any, pattern: Pattern | N
     labels = {name: batch[name] for name in _WHOLE if name in batch}
     parts, whole = cut(runner, {k: x for k, x in batch.items() if k not in labels}, whole, ring)
     return {**parts, **labels, CALL: RingCall(rows=replace(whole, checksum=digest(tokens)))}
-
-
-class _PlannedAhead:
-    """A loader that tells the ring of each batch when it is read, which is while the loop computes with the one before."""
-
-    def __init__(self, loader: Any, ring: Ring) -> None:
-        self._loader, self._ring = loader, ring
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        if self._loader.num_workers:
-            self._ring.planner.wait()  # Workers are forked here, and a fork beside a busy thread may take its locks along.
-        for batch in self._loader:
-            call = batch.get(CALL) if isinstance(batch, Mapping) else None
-            if call is not None:
-                self._ring.planner.expect(call.rows.layout, call.rows.documents)
-            yield batch

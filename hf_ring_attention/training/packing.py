@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from ..hf.config import warn_once
-from ..hf.lm_loss import IGNORED
+from ..hf.loss.lm_loss import IGNORED
+from ..hf.model.config import warn_once
 from ..plan.branches import check_choice, check_count
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ..compute.private import gather_as_one
-from ..hf.config import warn_once
+from ..hf.model.config import warn_once
+from ..hf.model.support import SENSES
+from ..hf.model.wrappers import class_of_transformers, decoder_of, inner_model
 from ..hf.patch import Model
-from ..hf.support import SENSES
-from ..hf.wrappers import class_of_transformers, decoder_of, inner_model
 from ..plan.branches import check_count
 
 #: The names of MLPs or of their classes, and of modules with experts or of theirs; the classes of norms of each row of numbers.
@@ -62,25 +62,9 @@ def sliced_layers(model: Model, tokens_at_once: int | None = 32768) -> Model:
         >>> torch.allclose(ra.sliced_layers(model, 10)(ids).logits, whole, atol=1e-5)  # slices of 10, 10, 10 and 2 tokens
         True
     """
-    return _compute_in_slices(model, tokens_at_once, with_norms=True)
-
-
-def sliced_mlp(model: Model, tokens_at_once: int | None = 32768) -> Model:
-    """Makes the MLPs of a model compute in slices, but no norms: the name of version 0.2 for a part of `sliced_layers`.
-
-    It refuses models with experts (NotImplementedError), and goes in version 0.4.
-
-    Example:
-        >>> _ = ra.sliced_mlp(tiny_llama(), 10)
-    """
-    warn_once("sliced_mlp goes in version 0.4: call sliced_layers, which computes norms in slices too")
-    return _compute_in_slices(model, tokens_at_once, with_norms=False)
-
-
-def _compute_in_slices(model: Model, tokens_at_once: int | None, with_norms: bool) -> Model:
     if tokens_at_once is not None:
         check_count("sliced_layers", "tokens_at_once", tokens_at_once)
-    found = _modules_of(inner := inner_model(model, "sliced_layers"), with_norms)
+    found = _modules_of(inner := inner_model(model, "sliced_layers"))
     for path, module in found.items():
         _check_gathered_together(path, module)
     for module in inner.modules():  # Since the last call, a module or a function may have been put around it.
@@ -97,7 +81,7 @@ def _compute_in_slices(model: Model, tokens_at_once: int | None, with_norms: boo
     return model
 
 
-def _modules_of(model: PreTrainedModel, with_norms: bool) -> dict[str, nn.Module]:
+def _modules_of(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Returns the MLPs and norms of a model's decoder by their paths, without experts; refuses a model without MLPs.
 
     A norm has no modules inside, and at most one weight for each number of a row: its rows are independent.
@@ -125,16 +109,16 @@ def _modules_of(model: PreTrainedModel, with_norms: bool) -> dict[str, nn.Module
             mlps[path] = module
     if experts:
         path, name = next(iter(experts.items()))
-        text = f"{path} ({name}) sends tokens to experts, which may depend on all tokens"
-        if not with_norms:
-            raise NotImplementedError(f"sliced_mlp: {text}: use checkpointing and a larger ring")
-        warn_once(f"sliced_layers: {text}: experts compute whole rows, norms and dense MLPs slices")
+        warn_once(
+            f"sliced_layers: {path} ({name}) sends tokens to experts, which may depend on all tokens: experts compute whole "
+            f"rows, norms and dense MLPs slices"
+        )
     elif not mlps:
         raise NotImplementedError(
             f"sliced_layers: {type(model).__name__} has no module named mlp, ffn or feed_forward: use checkpointing and a "
             f"larger ring"
         )
-    return mlps | norms if with_norms else mlps
+    return mlps | norms
 
 
 def _check_gathered_together(mlp: str, module: nn.Module) -> None:

@@ -23,9 +23,9 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import seed_worker
 
 from ..compute.private import check, check_trl, checkpoint_options, checkpointing_of, set_checkpointing
-from ..hf.config import settings_of, use_settings, warn_once
+from ..hf.model.config import settings_of, use_settings, warn_once
+from ..hf.model.wrappers import unwrapped
 from ..hf.patch import patch_model
-from ..hf.wrappers import unwrapped
 from ..ring.mesh import without_cp
 from ..ring.operator import keep_attention
 from ..ring.ring import Ring

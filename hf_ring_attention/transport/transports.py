@@ -29,8 +29,7 @@ class Traffic:
     Attributes:
         sent_bytes, received_bytes: bytes that were handed to torch.distributed, and received from it.
         hops: the number of exchanges with other ranks.
-        planned_seconds: seconds that calls of this rank waited for new plans: for new documents, lengths or patterns. A
-            plan that is made ahead (`Ring.prepare_data_loader`) counts only while a call waits for its end.
+        planned_seconds: seconds that calls of this rank waited for new plans: for new documents, lengths or patterns.
         waited_seconds: seconds that this rank waited for exchanges. On CUDA the device waits, which is not counted.
 
     Example:

@@ -46,20 +46,6 @@ class Several(argparse.Action):
         setattr(namespace, self.dest, new if before is self.default else [*before, *new])
 
 
-def renamed(parser: argparse.ArgumentParser, words: Sequence[str] | None, **names: str) -> list[str]:
-    """Returns the words of a command line with new names of options; the first process prints the names that it replaces.
-
-    Args:
-        names: the new name of each old one; an old name may also have "-" for "_".
-    """
-    parts = [word.partition("=") for word in (sys.argv[1:] if words is None else words)]
-    news = {f"--{old.replace('_', sign)}": f"--{new}" for old, new in names.items() for sign in "_-"}
-    found = dict.fromkeys(name for name, *_ in parts if name in news)
-    if found and os.environ.get("RANK", "0") == "0":
-        print(f"{parser.prog}:", ", ".join(f"{name} is now {news[name]}" for name in found), file=sys.stderr)
-    return ["".join((news.get(name, name), *value)) for name, *value in parts]
-
-
 @dataclass(frozen=True)
 class Shape:
     """Heads, head size, dtype and device of the measured tensors."""
@@ -108,7 +94,7 @@ def options(program: str, words: Sequence[str] | None, **defaults: Any) -> tuple
         option = "--pattern" if name == "patterns" else f"--{name.replace('_', '-')}"
         parser.add_argument(option, dest=name, **how)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    args = parser.parse_args(renamed(parser, words, patterns="pattern"))
+    args = parser.parse_args(words)
     machine = torch.cuda.get_device_name() if args.device == "cuda" else f"{os.cpu_count()} cores, {platform.machine()}"
     print(f"{machine}, torch {torch.__version__}, {args.dtype}, {args.heads} heads x {args.head_dim}\n")
     return args, Shape(args.heads, args.kv_heads or args.heads, args.head_dim, args.dtype, args.device)

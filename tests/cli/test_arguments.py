@@ -64,44 +64,6 @@ def test_bad_arguments_are_refused_while_they_are_read(words, message, places, e
 
 
 RING = "plot ring --tokens 8k --ranks 4 --heads 8 --head-dim 64 --tflops 1 --gbps 1"
-#: A command, its options by old names and by new ones, and what the first process prints.
-RENAMED = [
-    (
-        "estimate --model a",
-        "--seq-len 1k --ring-size=4",
-        "--tokens 1k --ranks=4",
-        "--seq-len is now --tokens, --ring-size",
-    ),
-    ("calibrate --model a --text {file}", "--seq-len 1k", "--tokens 1k", "--seq-len is now --tokens"),
-    ("check", "--ring-size 2", "--ranks 2", "--ring-size is now --ranks"),
-    ("plot pattern exact", "--output a.png", "--plot a.png", "--output is now --plot"),
-    (RING, "--output a.png", "--plot a.png", "--output is now --plot"),
-    ("perplexity a {file}", "--lengths 1k,2k", "--tokens 1k,2k", "--lengths is now --tokens"),
-    (
-        "perplexity a {file}",
-        "--lengths 1k --tokens 4k",
-        "--tokens 1k --text-tokens 4k",
-        "--tokens is now --text-tokens",
-    ),
-]
-
-
-@pytest.mark.parametrize("rank", ["0", "1"])
-@pytest.mark.parametrize(("command", "old", "new", "told"), RENAMED)
-def test_old_names_work_and_the_first_process_prints_the_new_ones(
-    command, old, new, told, rank, places, capsys, monkeypatch
-):
-    pytest.importorskip("matplotlib")
-    monkeypatch.setenv("RANK", rank)
-    parsed = [vars(main.command_parser().parse_args(f"{command} {x}".format(**places).split())) for x in (new, old)]
-    assert parsed[0] == parsed[1]
-    printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.count("\n") == printed.err.count(told) == (rank == "0")
-
-
-def test_a_command_refuses_the_old_names_of_others(refusal):
-    for words in (f"{EXPLAIN} --seq-len 4", "check --seq-len 4", f"{EXPLAIN} --output a.png"):
-        assert f"unrecognized arguments: {words.split()[-2]} " in refusal(words)
 
 
 @pytest.mark.parametrize(

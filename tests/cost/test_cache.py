@@ -8,7 +8,7 @@ import hf_ring_attention as ra
 from hf_ring_attention.cost.cache import sum_of_caches
 from hf_ring_attention.cost.models import attention_of_model
 from hf_ring_attention.cost.questions import most_cached_tokens
-from hf_ring_attention.hf.cache import cache_argument
+from hf_ring_attention.hf.model.wrappers import cache_argument
 from tests.support.tiny_models import tiny_config, tiny_model
 
 PATTERNS = ("exact", "window:32+4", "pyramid:16,2", "longnet:32/1,128/4", "branches:window=16,segment=64/2@count")

@@ -10,7 +10,7 @@ import hf_ring_attention as ra
 from hf_ring_attention.cli import main as cli
 from hf_ring_attention.cost.questions import longest_sequence, next_switches, smallest_ring
 from hf_ring_attention.cost.shape import shape_of_model
-from hf_ring_attention.hf.model_types import MIXERS
+from hf_ring_attention.hf.model.types import MIXERS
 from hf_ring_attention.hybrids.mixers import MOST_GATHERED
 from hf_ring_attention.hybrids.models import mixers_of
 from tests.support.tiny_models import VOCAB, tiny_config

@@ -11,7 +11,7 @@ import hf_ring_attention as ra
 from hf_ring_attention.cli.loading import check_positions
 from hf_ring_attention.cost.models import attention_of_model, config_of, load_config
 from hf_ring_attention.evaluation.calibration.result import load_pattern
-from hf_ring_attention.hf.model_types import MIXERS
+from hf_ring_attention.hf.model.types import MIXERS
 from hf_ring_attention.plan.branches import Segment, Window
 from hf_ring_attention.plan.patterns import Pattern
 

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.support import check_predicts_next
+from hf_ring_attention.hf.model.support import check_predicts_next
 from tests.support.checkpoints import word_tokenizer
 from tests.support.ranks import run_simulated
 from tests.support.threads import in_threads

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AttentionInterface
 
-from hf_ring_attention.hf import attention
 from hf_ring_attention.hf.forward_pass import running
+from hf_ring_attention.hf.layer import attention
 
 
 @pytest.fixture(autouse=True)

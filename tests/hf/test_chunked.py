@@ -8,10 +8,10 @@ from transformers import DynamicCache
 from transformers.masking_utils import chunked_causal_mask_function, create_chunked_causal_mask
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.cache import cache_argument
-from hf_ring_attention.hf.config import warn_once
-from hf_ring_attention.hf.masks import ring_dilated_mask, tokens_of
-from hf_ring_attention.hf.rows import documents_from_mask
+from hf_ring_attention.hf.layer.masks import ring_dilated_mask, tokens_of
+from hf_ring_attention.hf.model.config import warn_once
+from hf_ring_attention.hf.model.wrappers import cache_argument
+from hf_ring_attention.hf.rows.documents import documents_from_mask
 from tests.hf.alike import assert_on_ranks, refused
 from tests.hf.test_generation import generate, prompt, same
 from tests.support.neighbours import check

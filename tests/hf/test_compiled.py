@@ -11,9 +11,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf import graph
-from hf_ring_attention.hf.join import NotFormed
-from hf_ring_attention.hf.wrappers import attachment_of
+from hf_ring_attention.hf.call import graph
+from hf_ring_attention.hf.model.wrappers import attachment_of
+from hf_ring_attention.hf.rows.join import NotFormed
 from tests.support.ranks import RankPool
 from tests.support.tiny_models import tiny_model
 from tests.support.tolerance import EXACT, distance, gradients_distance

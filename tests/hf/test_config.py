@@ -13,8 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, LlamaConfig, T5Config
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.config import warn_once
-from hf_ring_attention.plan.patterns import warn_of_version_0_2
+from hf_ring_attention.hf.model.config import warn_once
 from tests.hf.alike import logits, refused
 from tests.hf.test_images import seeing
 from tests.support.ranks import TIMEOUT
@@ -22,17 +21,7 @@ from tests.support.tiny_models import VOCAB, tiny_model
 
 PATTERN = ra.Pattern.pyramid(4, levels=2, ratio=2, sinks=1)
 TEXT = str(PATTERN)
-#: As version 0.2 wrote it.
-OF_0_2 = {
-    "branches": [
-        {"type": "sink", "tokens": 1},
-        {"type": "window", "length": 4, "dilation": 1, "queries": "all"},
-        {"type": "window", "length": 8, "dilation": 2, "queries": "all"},
-    ],
-    "overlap": "once",
-    "phase_by": "kv_head",
-}
-LOGGER = "hf_ring_attention.hf.config"
+LOGGER = "hf_ring_attention.hf.model.config"
 
 
 def tokens():
@@ -108,18 +97,16 @@ def test_patch_config_refuses_models_that_it_cannot_make_compute_a_pattern():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (OF_0_2, r"'pattern' or 'layers', got keys \['branches', 'overlap', 'phase_by'\]"),
+        ({"branches": []}, r"'pattern' or 'layers', got keys \['branches'\]"),
         ({"layers": {0: TEXT}}, "layer number, written as text"),
-        ({"layers": {0: OF_0_2}}, "layer number, written as text"),
         ({"layers": [TEXT]}, "'layers' must be a dict"),
-        ({"pattern": {}}, r"expected {'pattern': TEXT}, .*got keys \[\]"),
+        ({"pattern": {"branches": []}}, "pattern must be a Pattern, or its text such as .*, got {'branches'"),
         ({"pattern": None}, "pattern must be a Pattern, or its text such as .*, got None"),
         ({"pattern": "windw:4"}, "pattern 'windw:4' is not known: did you mean 'window:4'"),
         ({"pattern": TEXT, "layers": {"0": None}}, "pattern must be a Pattern, or its text such as .*, got None"),
         ({"layers": {"²": TEXT}}, "layer number, written as text"),
         ({"layers": {"1" * 5000: TEXT}}, "layer number, written as text"),
         ({"pattern": f"window:{2**63}"}, "length must be at most"),
-        ({"pattern": {"branches": [{"type": "window", "length": 2**63}]}}, "length must be at most"),
         ({"pattern": TEXT, "layer": {}}, r"got keys \['layer', 'pattern'\]"),
         ({"hint": "import hf_ring_attention"}, r"got keys \[\]"),
         ({}, r"got keys \[\]"),
@@ -139,37 +126,11 @@ def test_a_setting_that_is_not_understood_is_refused(settings, said, tmp_path):
     ):
         refused(said, call)
     # It is refused when the model is made, whatever its implementation; JSON lacks integer keys.
-    if settings not in ({"layers": {0: TEXT}}, {"layers": {0: OF_0_2}}):
+    if settings != {"layers": {0: TEXT}}:
         model.config.save_pretrained(tmp_path)
         for implementation in ("ring_dilated", "sdpa"):
             config = AutoConfig.from_pretrained(tmp_path)
             refused(said, AutoModelForCausalLM.from_config, config, attn_implementation=implementation)
-
-
-@pytest.mark.parametrize("layers", [False, True], ids=["all layers", "a layer"])
-def test_patterns_of_version_0_2_are_read_with_a_warning(layers, tmp_path, caplog):
-    """A config that names only some layers computed exact attention in the others."""
-    config = ra.patch_config(tiny_model("llama", "sdpa").config, "exact")
-    config.ring_dilated = {"layers": {"1": OF_0_2}} if layers else {"pattern": OF_0_2}
-    config.save_pretrained(tmp_path / "old")
-    written = json.loads((tmp_path / "old" / "config.json").read_text())
-    assert written["ring_dilated"] == config.ring_dilated and written["attn_implementation"] == "ring_dilated"
-    caplog.clear()
-    warn_of_version_0_2.cache_clear()
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "old")).eval()
-    model.load_state_dict(tiny_model("llama", "sdpa").state_dict())
-    want = ra.patch_model(tiny_model("llama", "sdpa"), ["exact", PATTERN] if layers else PATTERN).eval()
-    ids = tokens()
-    assert torch.equal(logits(model, ids), logits(want, ids))
-    ra.patch_model(model).save_pretrained(tmp_path / "new")
-    (message,) = [text for text in caplog.messages if "0.2" in text]
-    assert "layers without a pattern are exact: call ra.patch_model or ra.patch_config, and save them again" in message
-    warn_of_version_0_2.cache_clear()
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "new").eval()
-    written = {"pattern": "exact", "layers": {"1": TEXT}} if layers else {"pattern": TEXT}
-    assert again.config.ring_dilated == written | {"hint": again.config.ring_dilated["hint"]}
-    assert torch.equal(logits(again, ids), logits(want, ids))
-    assert len([text for text in caplog.messages if "0.2" in text]) == 1
 
 
 def test_settings_are_read_again_when_they_change():

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, cache_utils, modeling_layers
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.config import warn_once
+from hf_ring_attention.hf.model.config import warn_once
 from tests.hf.alike import assert_alike, logits, refused
 from tests.support.tiny_models import VOCAB, tiny_model, with_large_weights
 from tests.support.tolerance import EXACT, distance

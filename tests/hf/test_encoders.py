@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModel
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.rows import first_position
-from hf_ring_attention.hf.wrappers import runner_of
+from hf_ring_attention.hf.model.wrappers import runner_of
+from hf_ring_attention.hf.rows.documents import first_position
 
 from ..support.neighbours import built
 from ..support.probe import BATCHES, batch, distance

@@ -14,11 +14,10 @@ from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.cache import cache_argument
-from hf_ring_attention.hf.model_types import MIXER_LAYERS
-from hf_ring_attention.hf.models import release_of_table
-from hf_ring_attention.hf.support import LAYER_TYPES, check_config
-from hf_ring_attention.hf.wrappers import takes
+from hf_ring_attention.hf.model.models import release_of_table
+from hf_ring_attention.hf.model.support import LAYER_TYPES, check_config
+from hf_ring_attention.hf.model.types import MIXER_LAYERS
+from hf_ring_attention.hf.model.wrappers import cache_argument, takes
 
 from ..support.probe import batch, survey
 from ..support.tiny_models import CAUSAL_TYPES, NOT_BUILT, VOCAB, tiny_config, tiny_model

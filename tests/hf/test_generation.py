@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hf_ring_attention as ra
 from hf_ring_attention.compute.batched import BatchedTiles
 from hf_ring_attention.compute.reference import reference_attention
-from hf_ring_attention.hf.cache import cache_argument, cache_in
+from hf_ring_attention.hf.model.wrappers import cache_argument, cache_in
 from hf_ring_attention.plan.problem import HeldKeys
 from hf_ring_attention.transport.agreement import digest
 from tests.hf.alike import assert_on_ranks, refused

@@ -9,10 +9,10 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.cache import cache_argument, cache_in
-from hf_ring_attention.hf.config import warn_once
-from hf_ring_attention.hf.model_types import MIXERS
-from hf_ring_attention.hf.rows import rows_of_call
+from hf_ring_attention.hf.model.config import warn_once
+from hf_ring_attention.hf.model.types import MIXERS
+from hf_ring_attention.hf.model.wrappers import cache_argument, cache_in
+from hf_ring_attention.hf.rows.documents import rows_of_call
 from hf_ring_attention.hybrids import mixers, states
 from hf_ring_attention.hybrids.models import mixers_of
 
@@ -215,7 +215,7 @@ def test_generation_goes_on_from_the_states(model_type):
     if model_type == "recurrent_gemma":
         said = r"would take padding into its state.*\[20, 13\] tokens"
         refused(said, generate, patched, ids, attention_mask=mask)
-        said = "keeps its state in the model itself"
+        said = "keeps its state in the model"
         refused(said, on_ranks, work, make(model_type), error=NotImplementedError)
         # It would begin anew behind them.
         refused(said, ra.prefill, patched, ids[:, :5], mask[:, :5], error=NotImplementedError)

@@ -9,10 +9,9 @@ from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.cache import cache_argument
 from hf_ring_attention.hf.forward_pass import CALL, RingCall
-from hf_ring_attention.hf.rows import cut, rows_to_cut
-from hf_ring_attention.hf.wrappers import runner_of
+from hf_ring_attention.hf.model.wrappers import cache_argument, runner_of
+from hf_ring_attention.hf.rows.cut import cut, rows_to_cut
 from tests.hf.alike import assert_on_ranks, logits, refused
 from tests.hf.test_whole_rows import check_over_ring
 from tests.support.neighbours import PYRAMID, built, check, logits_of, on_two_ranks

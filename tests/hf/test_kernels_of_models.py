@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute.kernels import Math
-from hf_ring_attention.hf.cache import cache_argument
+from hf_ring_attention.hf.model.wrappers import cache_argument
 from tests.hf.alike import assert_on_ranks, refused
 from tests.support.ranks import on_ranks
 from tests.support.tiny_models import VOCAB, tiny_model

@@ -16,10 +16,10 @@ from transformers.masking_utils import (
 )
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.cache import cache_argument
 from hf_ring_attention.hf.forward_pass import running
-from hf_ring_attention.hf.masks import tokens_of
-from hf_ring_attention.hf.rows import rows_of_call
+from hf_ring_attention.hf.layer.masks import tokens_of
+from hf_ring_attention.hf.model.wrappers import cache_argument
+from hf_ring_attention.hf.rows.documents import rows_of_call
 
 from ..support.probe import TOKENS, distance
 from ..support.tiny_models import VOCAB, tiny_config, tiny_model

@@ -12,7 +12,7 @@ from transformers import AutoModel, LlamaForSequenceClassification, pipeline
 from transformers.generation.continuous_batching import continuous_api
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.config import warn_once
+from hf_ring_attention.hf.model.config import warn_once
 from tests.hf.alike import assert_on_ranks, refused
 from tests.support.checkpoints import word_tokenizer
 from tests.support.neighbours import (

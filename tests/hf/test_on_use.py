@@ -25,12 +25,12 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutput
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf import loss_bytes
-from hf_ring_attention.hf.config import warn_once
-from hf_ring_attention.hf.loss_bytes import LEAST_BYTES, tokens_at_once
-from hf_ring_attention.hf.on_use import OnUse
-from hf_ring_attention.hf.values import Values
-from hf_ring_attention.hf.wrappers import runner_of
+from hf_ring_attention.hf.loss import loss_bytes
+from hf_ring_attention.hf.loss.loss_bytes import LEAST_BYTES, tokens_at_once
+from hf_ring_attention.hf.loss.on_use import OnUse
+from hf_ring_attention.hf.loss.values import Values
+from hf_ring_attention.hf.model.config import warn_once
+from hf_ring_attention.hf.model.wrappers import runner_of
 from tests.hf.alike import assert_on_ranks, refused
 from tests.support.probe import batch
 from tests.support.ranks import on_ranks, run_ranks, run_simulated

@@ -14,9 +14,8 @@ from transformers import DynamicCache, PreTrainedTokenizerFast
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute.private import prompt_is_cut
-from hf_ring_attention.hf.cache import cache_argument, cache_in
-from hf_ring_attention.hf.config import warn_once
-from hf_ring_attention.hf.wrappers import _warn_of_lost_ring
+from hf_ring_attention.hf.model.config import warn_once
+from hf_ring_attention.hf.model.wrappers import _warn_of_lost_ring, cache_argument, cache_in
 from hf_ring_attention.plan.kept import cache_rows
 from tests.fuzz import run_many
 from tests.hf.alike import assert_on_ranks, refused
@@ -57,7 +56,7 @@ def test_random_cases_are_those_of_a_whole_cache(rng):
 
 def test_a_wrong_row_is_noticed(monkeypatch):
     """The comparison of random cases finds a window that is too short by one row."""
-    from hf_ring_attention.hf import kept_rows
+    from hf_ring_attention.hf.cache import kept_rows
     from hf_ring_attention.plan.kept import kept_keys
 
     def suits(case):
@@ -443,7 +442,7 @@ def test_drafts_beside_a_filled_cache(pattern, drafts):
     for cache in (ra.PatternCache(model), DynamicCache(), ra.prefill(model, ids[:, :29])):
         if not cache.get_seq_length():
             step(model, ids[:, :29], cache)
-        said = "holds 29 tokens, and position_ids go back to 0: pass only the tokens behind it"
+        said = "holds 29 tokens, and position_ids go back to 0: pass later tokens, to generate"
         for options in (cache_argument(cache), cache_argument(cache) | {"attention_mask": None}):
             refused(said, model.generate, ids, max_new_tokens=16, do_sample=False, **drafts, **options)
 

@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.cache import cache_argument, cache_in
+from hf_ring_attention.hf.model.wrappers import cache_argument, cache_in
 from tests.hf.alike import assert_alike, assert_on_ranks, logits, refused
 from tests.hf.test_generation import generate, same
 from tests.support.dense import DENSE

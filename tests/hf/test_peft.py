@@ -17,9 +17,8 @@ from peft import (
 from transformers import LlamaConfig
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.cache import cache_argument
-from hf_ring_attention.hf.config import warn_once
-from hf_ring_attention.plan.patterns import warn_of_version_0_2
+from hf_ring_attention.hf.model.config import warn_once
+from hf_ring_attention.hf.model.wrappers import cache_argument
 from tests.hf.alike import assert_on_ranks, refused
 from tests.support.neighbours import PYRAMID, check, llama, logits_of, with_lora
 from tests.support.probe import LOGITS, TOKENS, alone, batch, distance, logits_and_gradients, over_ring
@@ -174,7 +173,7 @@ def test_prompts_are_saved_with_their_pattern(tmp_path):
     ("settings", "message"),
     [
         ({"pattern": "windw:4"}, "adapter 'default': config.ring_dilated must be as ra.patch_config.*did you mean"),
-        ({"layers": {"1": {}}}, r"adapter 'default': config.ring_dilated must be .*got keys \[\]"),
+        ({"layers": {"1": {}}}, r"adapter .default.: config.ring_dilated must be .*or its text such as .*got {}"),
         (ra.patch_config(LlamaConfig(num_key_value_heads=3), "kv0=exact;kv1-2=window:4").ring_dilated, "is for 3 key"),
     ],
     ids=["text", "layer", "heads"],
@@ -184,24 +183,6 @@ def test_an_adapter_with_a_wrong_pattern_is_refused(settings, message, tmp_path)
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_mapping": {"ring_dilated": settings}}))
     refused(message, PeftModel.from_pretrained, llama(), tmp_path)
-
-
-def test_an_adapter_of_version_0_2_brings_its_pattern_back(tmp_path, caplog):
-    """Saved again, it has the text of its pattern."""
-    save_adapter(ORDERS[0], tmp_path)
-    file = tmp_path / "adapter_config.json"
-    window = {"type": "window", "length": 4, "dilation": 1, "queries": "all"}
-    pattern = {"branches": [{"type": "sink", "tokens": 2}, window], "overlap": "once", "phase_by": "kv_head"}
-    written = json.loads(file.read_text())
-    written["auto_mapping"]["ring_dilated"]["pattern"] = pattern
-    file.write_text(json.dumps(written))
-    warn_of_version_0_2.cache_clear()
-    model = ra.patch_model(PeftModel.from_pretrained(llama("sdpa"), tmp_path))
-    logits_of(model, *batch("right"))
-    model.save_pretrained(tmp_path / "again")
-    saved = json.loads((tmp_path / "again" / "adapter_config.json").read_text())["auto_mapping"]["ring_dilated"]
-    assert model.get_base_model().config.ring_dilated["pattern"] == saved["pattern"] == "window:4+2"
-    assert len([text for text in caplog.messages if "saved by version 0.2" in text]) == 1
 
 
 def test_adapters_of_several_patterns_are_refused(tmp_path):

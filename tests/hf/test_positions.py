@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.rows import first_position, rows_of_call
-from hf_ring_attention.hf.wrappers import models_of, runner_of
+from hf_ring_attention.hf.model.wrappers import models_of, runner_of
+from hf_ring_attention.hf.rows.documents import first_position, rows_of_call
 from tests.hf.alike import assert_alike, assert_on_ranks, logits, refused
 from tests.support.ranks import on_ranks
 from tests.support.tiny_models import POSITIONS, VOCAB, tiny_model

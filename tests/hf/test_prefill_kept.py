@@ -7,7 +7,8 @@ import torch
 from transformers.cache_utils import Cache
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.cache import ShardedCache, cache_argument
+from hf_ring_attention.hf.cache.sharded_cache import ShardedCache
+from hf_ring_attention.hf.model.wrappers import cache_argument
 from hf_ring_attention.plan.kept import count_kept
 from tests.support.probe import distance
 from tests.support.ranks import on_ranks

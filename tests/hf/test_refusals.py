@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.masks import ring_dilated_mask
+from hf_ring_attention.hf.layer.masks import ring_dilated_mask
 from tests.hf.alike import refused
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.tiny_models import VOCAB, tiny_config, tiny_model

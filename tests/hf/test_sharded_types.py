@@ -6,10 +6,9 @@ import pytest
 import torch
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.cache import cache_argument, cache_in
-from hf_ring_attention.hf.config import warn_once
-from hf_ring_attention.hf.rows import first_position
-from hf_ring_attention.hf.wrappers import runner_of
+from hf_ring_attention.hf.model.config import warn_once
+from hf_ring_attention.hf.model.wrappers import cache_argument, cache_in, runner_of
+from hf_ring_attention.hf.rows.documents import first_position
 
 from ..support.probe import BATCHES, GRADIENTS, LOGITS, batch, errors, logits_and_gradients, over_ring
 from ..support.ranks import on_ranks

@@ -9,8 +9,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import hf_ring_attention as ra
 from hf_ring_attention.cost.models import attention_of_model
 from hf_ring_attention.hf.forward_pass import running_with
-from hf_ring_attention.hf.model_types import MIXERS
-from hf_ring_attention.hf.on_use import values_of
+from hf_ring_attention.hf.loss.on_use import values_of
+from hf_ring_attention.hf.model.types import MIXERS
 from hf_ring_attention.hybrids import states
 from hf_ring_attention.plan.choices import decide_call
 from hf_ring_attention.plan.problem import Problem

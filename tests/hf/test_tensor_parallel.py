@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, EuroBertConfig, EuroBertForMasked
 from transformers.distributed.configuration_utils import DistributedConfig
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.cache import cache_argument
+from hf_ring_attention.hf.model.wrappers import cache_argument
 from tests.support.ranks import run_ranks
 from tests.support.releases import at_least
 from tests.support.tiny_models import draw, tiny_model

@@ -14,9 +14,9 @@ from transformers import (
 )
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.cache import cache_argument
-from hf_ring_attention.hf.config import warn_once
 from hf_ring_attention.hf.forward_pass import running_with
+from hf_ring_attention.hf.model.config import warn_once
+from hf_ring_attention.hf.model.wrappers import cache_argument
 
 from ..support.ranks import on_ranks
 from ..support.tiny_models import VOCAB, draw, tiny_config

@@ -9,7 +9,7 @@ import torch
 
 import hf_ring_attention as ra
 from hf_ring_attention.plan.branches import Last, Segment, Sink, Window
-from hf_ring_attention.plan.patterns import Pattern, warn_of_version_0_2
+from hf_ring_attention.plan.patterns import Pattern
 from hf_ring_attention.plan.plans import plan_rank
 from tests.support.cases import problem_of, random_pattern, random_pattern_of
 from tests.support.refusals import refused
@@ -74,7 +74,6 @@ NUMBERS = [
     ("Pattern.pyramid", "levels", lambda value: Pattern.pyramid(8, value)),
     ("Pattern.pyramid", "ratio", lambda value: Pattern.pyramid(8, 2, ratio=value)),
     ("", "sinks|tokens", lambda value: Pattern.pyramid(8, 2, sinks=value)),  # which may be 0
-    ("", "", lambda value: Pattern.from_dict({"branches": [{"type": "window", "length": value}]})),
 ]
 
 
@@ -89,7 +88,6 @@ def test_numbers_are_counts_of_64_bits(value):
         ("Segment", "length", Segment),
         ("Window", "dilation", lambda value: Window(8, value)),
         ("Window", "length", Window),
-        ("Window", "length", lambda value: Pattern.from_dict({"branches": [{"type": "window", "length": value}]})),
         ("Sink", "tokens", Sink),
         ("Last", "tokens", Last),
         ("Pattern.pyramid", "window", lambda value: Pattern.pyramid(value, 2)),
@@ -166,61 +164,16 @@ def test_frozen_hashable_and_a_key_by_value(rng):
             setattr(thing, dataclasses.fields(thing)[0].name, 1)
 
 
-def test_dicts_of_version_0_2_are_read(caplog):
-    """For one release, with one warning."""
-    warn_of_version_0_2.cache_clear()
-    branches = [
-        {"type": "sink", "tokens": 4},
-        {"type": "window", "length": 8, "dilation": 2, "queries": "all"},
-        {"type": "segment", "length": None, "dilation": 1, "queries": "dilated"},
-        {"type": "last", "tokens": 3},
-    ]
-    whole = {"branches": branches, "overlap": "count", "phase_by": "query_head"}
-    pattern = Pattern((Sink(4), Window(8, 2), Segment(), Last(3)), "count", "query_head")
-    assert Pattern.from_dict(whole) == pattern
-    assert pattern.to_dict() == {"pattern": "branches:sink=4,window=8/2,segment=all,last=3@count@query_head"}
-    short = {"branches": [{"type": "segment"}, {"type": "window", "length": 8}, {"type": "sink", "tokens": 2}]}
-    assert Pattern.from_dict(short) == Pattern((Segment(), Window(8), Sink(2)))
-    assert Pattern.from_dict({"kv_heads": [whole, short]}) == Pattern.by_kv_head([pattern, Pattern.from_dict(short)])
-    assert "queries" in branches[1], "dicts are left as they were"
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "saved by version 0.2" in caplog.text and "call ra.patch_model or ra.patch_config, and save" in caplog.text
-
-
-DICT, EXACT = (
-    "Pattern.from_dict: expected {'pattern': TEXT}, or a dict of version 0.2",
-    {"branches": [{"type": "segment"}]},
-)
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (None, "Pattern.from_dict: expected a dict, got None"),
-        ("exact", "Pattern.from_dict: expected a dict, got 'exact': read a text by Pattern.parse"),
-        (
-            {"pattern": None},
-            "Pattern.from_dict: pattern must be a Pattern, or its text such as 'window:512+4', got None",
-        ),
-        ({"pattern": "windw:4"}, "Pattern.from_dict: pattern 'windw:4' is not known: did you mean 'window:4'?"),
-        ({"pattern": "exact", "layers": {}}, f"{DICT}, got keys ['layers', 'p"),
-        ({"overlap": "once"}, "got keys ['overlap']: KeyError('branches')"),
-        ({**EXACT, "phase": 1}, "unexpected keyword argument 'phase'"),
-        ({**EXACT, 7: 1, "x": 2}, "got keys ['7', 'branches', 'x']: TypeError"),
-        ({**EXACT, "kv_heads": [{}]}, "with kv_heads, each head's pattern has the branches"),
-        ({"branches": "segment"}, DICT),
-        ({"branches": None}, DICT),
-        ({"branches": ["segment"]}, DICT),
-        ({"branches": [{"type": ["segment"]}]}, "got keys ['branches']: TypeError"),
-        ({"branches": [{"type": "windw"}]}, "got keys ['branches']: KeyError('windw')"),
-        ({"branches": [{"type": "window"}]}, "missing 1 required positional argument: 'length'"),
-        ({"branches": [{"type": "sink", "tokens": 2, "length": 4}]}, "unexpected keyword argument 'length'"),
-        ({"branches": [{"type": "segment", "rate": 4}]}, "unexpected keyword argument 'rate'"),
-        ({"branches": [{"type": "segment", "length": 0}]}, "Segment: length must be an integer of at least 1, got 0"),
-        ({"branches": []}, "no branch of dilation 1 covers the query itself"),
-        ({**EXACT, "overlap": None}, "overlap must be one of 'count', 'once', got None"),
-        ({"kv_heads": {"branches": []}}, DICT),
-        ({"kv_heads": None}, "got keys ['kv_heads']: TypeError"),
+        (None, "expected {'pattern': TEXT}, got None: read a text by Pattern.parse"),
+        ("exact", "expected {'pattern': TEXT}, got 'exact': read a text by Pattern.parse"),
+        ({"pattern": None}, "pattern must be a Pattern, or its text such as 'window:512+4', got None"),
+        ({"pattern": "windw:4"}, "pattern 'windw:4' is not known: did you mean 'window:4'?"),
+        ({"pattern": "exact", "layers": {}}, "expected {'pattern': TEXT}, got keys ['layers', 'pattern']"),
+        ({"branches": [{"type": "segment"}], 7: 1}, "got keys ['7', 'branches']: "),
+        ({"branches": [{"type": "segment"}]}, "write branches of version 0.2 as text"),
     ],
     ids=str,
 )
@@ -305,7 +258,6 @@ def test_refused_patterns_by_head():
     refused(said, pattern.flop_share, 100, num_heads=4, num_kv_heads=4)
     said = "a pattern for each key/value head was expected, got none"
     refused(f"Pattern.by_kv_head: {said}", Pattern.by_kv_head, [])
-    refused(said, Pattern.from_dict, {"kv_heads": []})
     said = "with kv_heads, each head's pattern has the branches"
     refused(said, Pattern, (Window(4),), kv_heads=(Pattern.exact(),))
     for nested in (pattern, "kv0-1=exact"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.cache import cache_argument
+from hf_ring_attention.hf.model.wrappers import cache_argument
 from tests.support.evaluation import load, made_up_text, save_checkpoint
 from tests.support.recipe_runs import refused, run
 from tests.support.tiny_models import tiny_model

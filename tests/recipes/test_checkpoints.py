@@ -193,11 +193,3 @@ def test_a_checkpoint_named_to_the_trainer_must_be_one_and_the_last(tmp_path):
         checkpoints.check_trainer(tmp_path / "checkpoint-2", tmp_path)
     with pytest.raises(SystemExit, match=r"got one without trainer_state\.json"):
         checkpoints.check_trainer(tmp_path / "yes", tmp_path)
-
-
-def test_a_checkpoint_of_the_option_seq_len_is_read(tmp_path):
-    """Version 0.2 saved the tokens of a row by that name."""
-    (tmp_path / checkpoints._SETTINGS).write_text(json.dumps({"settings": {"seq_len": 128, "lr": 0.1}}))
-    checkpoints.check_settings(tmp_path, {"tokens": 128, "lr": 0.1})
-    with pytest.raises(SystemExit, match="tokens 128 there and 256 here"):
-        checkpoints.check_settings(tmp_path, {"tokens": 256, "lr": 0.1})

@@ -71,43 +71,6 @@ def test_bad_arguments_are_refused_while_they_are_read(recipe, words, message, p
     assert message.format(**places) in capsys.readouterr().err
 
 
-#: A recipe, its options by old names and by new ones, and what the first process prints.
-RENAMED = [
-    (
-        "finetune",
-        "--seq-len 2048 --ring-size=2",
-        "--tokens 2k --ranks 2",
-        "--seq-len is now --tokens, --ring-size is now",
-    ),
-    (
-        "finetune_trainer",
-        "--seq_len 4096 --ring_size 2",
-        "--tokens 4k --ranks 2",
-        "--seq_len is now --tokens, --ring_size",
-    ),
-    ("perplexity", "--patterns exact window:9", "--pattern exact --pattern window:9", "--patterns is now --pattern"),
-    ("retrieval", "--lengths 1024 2048 4096", "--tokens 1k,2k 4k", "--lengths is now --tokens"),
-    ("demo", "--seq-len 128", "--row-tokens 128", "--seq-len is now --row-tokens"),
-]
-
-
-@pytest.mark.parametrize("rank", ["0", "1"])
-@pytest.mark.parametrize(("recipe", "old", "new", "told"), RENAMED)
-def test_old_names_work_and_the_first_process_prints_the_new_ones(recipe, old, new, told, rank, capsys, monkeypatch):
-    monkeypatch.setattr(common, "obstacle", lambda *_: None)
-    monkeypatch.setenv("RANK", rank)
-    found = []
-    for words in (old, new):
-        words += " --use_cpu true" * (recipe == "finetune_trainer")
-        args = importlib.import_module(recipe).parse_args(words.split())
-        args, training = args if recipe == "finetune_trainer" else (args, None)
-        found.append((vars(args), getattr(training, "ring_size", None)))
-        if words.startswith(old):
-            printed = capsys.readouterr().err
-            assert printed.count("is now") == rank.count("0") * old.count("--") and (told in printed) == (rank == "0")
-    assert found[0] == found[1] and "is now" not in capsys.readouterr().err
-
-
 def test_texts_and_patterns_of_repeated_options_are_kept(places, monkeypatch):
     monkeypatch.setattr(common, "obstacle", lambda *_: None)
     file = str(places["file"])

@@ -286,7 +286,7 @@ def test_a_process_alone_refuses_a_ring_of_two(folder, tmp_path, monkeypatch):
 def test_finetune_with_sharded_parameters(plugin, folder, bounds, tmp_path):
     if plugin == "zero3":
         pytest.importorskip("deepspeed", reason=NO_DEEPSPEED)
-    by_heads = ["--ring-transport", "heads", "--ring-heads", 2]
+    by_heads = ["--transport", "heads", "--ring-heads", 2]
     options = ["--ranks", 2, *by_heads, "--checkpointing", "--offload"]
     figures, _ = finetune(folder, tmp_path, *options, plugin=plugin)
     assert figures["transport"] == "heads"

@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.cache import cache_argument
+from hf_ring_attention.hf.model.wrappers import cache_argument
 from tests.support.evaluation import load, made_up_text, save_checkpoint
 from tests.support.recipe_runs import run
 from tests.support.tolerance import EXACT, float64

@@ -27,11 +27,10 @@ def figures():
 
 
 def step(ring, rng):
-    """A call on new documents, which the planner expects as from a loader."""
+    """A call on new documents."""
     cuts = sorted(rng.sample(range(1, TOKENS), rng.randint(2, 6)))
     documents = [list(zip([0, *cuts], [*cuts, TOKENS]))]
     layout = ring.layout_for(TOKENS, PATTERN, documents)
-    ring.planner.expect(layout, tuple(map(tuple, documents)))
     x = torch.randn(1, 2, layout.local_len, 4, requires_grad=True)
     out = ra.ring_attention(x, x, x, pattern=PATTERN, ring=ring, layout=layout, documents=documents)
     out.sum().backward()
@@ -46,8 +45,6 @@ def growth(rank, seed, transport, steps=STEPS):
     readings = []
     for number in range(steps + 1):
         if number >= FILLED and (number - FILLED) % ((steps - FILLED) // STRETCHES) == 0:
-            for ring in rings:
-                ring.planner.wait()
             readings.append(figures())
         if number < steps:
             step(rings[number % 2], rng)

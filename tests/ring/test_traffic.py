@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import hf_ring_attention as ra
-from hf_ring_attention.ring import planner
+from hf_ring_attention.ring import planned
 from tests.support.cases import TRANSPORTS
 
 
@@ -75,8 +75,8 @@ def test_every_request_is_waited_for_once(ranks, world_size, transport):
 
 def test_seconds_in_which_a_call_waits_for_its_plan_are_counted(monkeypatch):
     ring = ra.Ring.alone()
-    decide, q = planner.decide_call, torch.randn(1, 2, 12, 4)
-    monkeypatch.setattr(planner, "decide_call", lambda *call: time.sleep(0.05) or decide(*call))
+    decide, q = planned.decide_call, torch.randn(1, 2, 12, 4)
+    monkeypatch.setattr(planned, "decide_call", lambda *call: time.sleep(0.05) or decide(*call))
     assert ring.traffic().planned_seconds == 0
     for number in (1, 2):
         seconds = []

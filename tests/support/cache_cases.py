@@ -15,9 +15,9 @@ import torch
 from transformers import DynamicCache
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf import pattern_layer
-from hf_ring_attention.hf.cache import cache_argument
-from hf_ring_attention.hf.model_types import MIXERS
+from hf_ring_attention.hf.cache import pattern_layer
+from hf_ring_attention.hf.model.types import MIXERS
+from hf_ring_attention.hf.model.wrappers import cache_argument
 
 from .cases import random_pattern_of
 from .ranks import on_ranks

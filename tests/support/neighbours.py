@@ -4,7 +4,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf import model_call
+from hf_ring_attention.hf.call import model_call
 from tests.support.probe import GRADIENTS, LOGITS, errors, over_ring
 from tests.support.ranks import on_ranks
 from tests.support.tiny_models import draw, tiny_model

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_ring_attention.hf.model_types import MIXERS
-from hf_ring_attention.hf.models import ModelSupport
+from hf_ring_attention.hf.model.models import ModelSupport
+from hf_ring_attention.hf.model.types import MIXERS
+from hf_ring_attention.hf.model.wrappers import runner_of
 from hf_ring_attention.hf.patch import patch_model
-from hf_ring_attention.hf.rows import documents_from_mask, first_position, rows_of_call
-from hf_ring_attention.hf.wrappers import runner_of
+from hf_ring_attention.hf.rows.documents import documents_from_mask, first_position, rows_of_call
 from tests.support.ranks import on_ranks
 from tests.support.tiny_models import NOT_BUILT, VOCAB, tiny_model
 from tests.support.tolerance import EXACT, distance, gradients_distance, largest

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.cache import cache_argument, cache_in
-from hf_ring_attention.hf.model_types import MIXERS
+from hf_ring_attention.hf.model.types import MIXERS
+from hf_ring_attention.hf.model.wrappers import cache_argument, cache_in
 
 from .dense import DENSE
 from .random_cases import LET_PADDING_IN, NUMBERED_BY_MASK, OTHER_STEPS, SELF_NUMBERED, Case

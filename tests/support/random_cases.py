@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.model_types import MIXERS
+from hf_ring_attention.hf.model.types import MIXERS
 from hf_ring_attention.plan.heads import heads_fit
 
 from .cases import random_pattern

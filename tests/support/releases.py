@@ -9,7 +9,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_ring_attention.compute.private import calls_the_interface
-from hf_ring_attention.hf.cache import cache_argument
+from hf_ring_attention.hf.model.wrappers import cache_argument
 
 version = functools.cache(importlib.metadata.version)  # which reads a file, for hundreds of tests
 

@@ -1,14 +1,14 @@
 """A tiny model of every causal language model type of Transformers, with the same large weights at every call.
 
-The config of a type is the default config of its class with small numbers, the same as in `check`; odd types need more
+The config of a type is the default config of its class with small numbers; odd types need more
 changes (`_CHANGES`).
 """
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_ring_attention.cli.checks.tiny_models import *  # noqa: F403
-from hf_ring_attention.cli.checks.tiny_models import EXPERTS, HEADS, VOCAB, WIDTH, draw, model_with_large_weights, tiny
+from tests.support.small_configs import *  # noqa: F403
+from tests.support.small_configs import EXPERTS, HEADS, VOCAB, WIDTH, draw, model_with_large_weights, tiny
 
 CAUSAL_TYPES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 

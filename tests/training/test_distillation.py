@@ -10,8 +10,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf import lm_loss
-from hf_ring_attention.hf.config import warn_once
+from hf_ring_attention.hf.loss import lm_loss
+from hf_ring_attention.hf.model.config import warn_once
 from tests.support.ranks import run_simulated
 from tests.support.threads import in_threads
 from tests.support.tiny_models import VOCAB, tiny_model, with_large_weights

@@ -13,7 +13,7 @@ from transformers import Trainer, TrainingArguments, modeling_utils
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute.kept import kept_results
-from hf_ring_attention.hf.config import warn_once
+from hf_ring_attention.hf.model.config import warn_once
 from hf_ring_attention.ring.engine import Execution
 from hf_ring_attention.training import trainer as training
 from tests.support.tiny_models import tiny_model

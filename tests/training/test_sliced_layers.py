@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.config import warn_once
+from hf_ring_attention.hf.model.config import warn_once
 from tests.support.live_bytes import LiveBytes
 from tests.support.ranks import on_ranks
 from tests.support.tiny_models import CAUSAL_TYPES, INNER, NOT_BUILT, tiny_config, tiny_model
@@ -231,10 +231,6 @@ def test_every_type(model_type):
             ra.sliced_layers(model)
         return
     experts = any("expert" in path for path, _ in model.named_parameters())
-    if experts:
-        with pytest.raises(NotImplementedError, match=r"sliced_mlp: [\w.]+ \(\w+\) sends tokens to experts"):
-            ra.sliced_mlp(model)
-        assert not any("forward" in vars(module) for module in model.modules())
     ra.sliced_layers(model)
     sliced = {path for path, module in model.named_modules() if "forward" in vars(module)}
     inside = tuple(f"{path}." for path in sliced)
@@ -276,25 +272,6 @@ def test_norms_of_heads_compute_slices_of_tokens():
         assert [shape[dim] for shape in seen] == [5, 5, 5, 5, 3] and {len(shape) for shape in seen} == {4}
     cohere = ra.sliced_layers(tiny_model("cohere", "eager", use_qk_norm=True), 10).model.layers[0]
     assert "forward" in vars(cohere.input_layernorm) and "forward" not in vars(cohere.self_attn.q_norm)
-
-
-def test_the_old_name_computes_no_norms_in_slices(caplog):
-
-    def sliced(model):
-        return {type(x).__name__ for x in model.model.layers.modules() if "forward" in vars(x)}
-
-    warn_once.cache_clear()
-    model, ids = tiny_llama(None), tokens(1, 20)
-    logits, *_ = step(model, ids)
-    assert_exact(step(ra.sliced_mlp(model, 5), ids)[0], logits)
-    assert sliced(model) == {"LlamaMLP"}
-    (told,) = [x.message for x in caplog.records if "sliced_mlp" in x.message]
-    assert told == "sliced_mlp goes in version 0.4: call sliced_layers, which computes norms in slices too"
-    ra.sliced_layers(model, 5)
-    assert sliced(model) == {"LlamaMLP", "LlamaRMSNorm"}
-    assert_exact(step(model, ids)[0], logits)
-    ra.sliced_mlp(model, None)
-    assert not sliced(model)
 
 
 def test_other_results_than_one_tensor_are_refused():

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.config import warn_once
+from hf_ring_attention.hf.model.config import warn_once
 from tests.support.stock import PATTERN, over, run_program, save, saved, settings, texts, weights, word_tokenizer
 from tests.support.tolerance import distance
 from tests.support.training import SIZES, tiny_llama

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...hf.config import settings_of
+from ...hf.model.config import settings_of
+from ...hf.model.support import check_predicts_next
+from ...hf.model.wrappers import attachment_of, tensor_parallel_mesh, whole_model
+from ...hf.names import IMPLEMENTATION
 from ...hf.patch import patch_model
-from ...hf.registration import IMPLEMENTATION
-from ...hf.support import check_predicts_next
-from ...hf.wrappers import attachment_of, tensor_parallel_mesh, whole_model
 from ...plan.branches import check_choice, check_count
 from ...plan.patterns import Pattern, as_pattern
 from ...ring.ring import Ring

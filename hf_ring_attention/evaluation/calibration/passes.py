@@ -31,10 +31,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...compute.merge import accumulation_dtype
-from ...hf.attention import TAP
 from ...hf.forward_pass import Head
-from ...hf.lm_loss import IGNORED
-from ...hf.wrappers import decoder_of, evaluating
+from ...hf.layer.attention import TAP
+from ...hf.loss.lm_loss import IGNORED
+from ...hf.model.wrappers import decoder_of, evaluating
 from ...plan.layouts import SequenceLayout
 from ...plan.patterns import Pattern
 from ...ring.attention import ring_attention

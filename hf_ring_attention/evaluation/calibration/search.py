@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...hf.config import patch_config
+from ...hf.model.config import patch_config
 from ...plan.patterns import Pattern
 from ...ring.ring import Ring
 from ...transport.agreement import digest

@@ -1,0 +1,1 @@
+"""What later tokens still see."""

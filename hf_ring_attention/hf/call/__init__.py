@@ -1,0 +1,1 @@
+"""The hooks around a model."""

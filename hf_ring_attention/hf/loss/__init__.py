@@ -1,0 +1,1 @@
+"""Hidden states and logits that are formed when they are used, and losses in slices."""

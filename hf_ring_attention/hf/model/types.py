@@ -1,0 +1,67 @@
+"""The exceptional model types, and the hybrid types that are computed; whoever reads them needs no torch or Transformers."""
+
+from __future__ import annotations
+
+#: The class of the mixers of each hybrid type that is computed: modules that pass a state (hybrids/mixers.py).
+MIXERS = {
+    "bailing_hybrid": "BailingHybridDeltaAttention",
+    "bamba": "BambaMixer",
+    "falcon_h1": "FalconH1Mixer",
+    "granitemoehybrid": "GraniteMoeHybridMambaLayer",
+    "jamba": "JambaMambaMixer",
+    "kimi_linear": "KimiLinearDeltaAttention",
+    "lfm2": "Lfm2ShortConv",
+    "lfm2_moe": "Lfm2MoeShortConv",
+    "lfm3": "Lfm3ShortConv",
+    "minimax": "MiniMaxLightningAttention",
+    "nemotron_h": "NemotronHMamba2Mixer",
+    "olmo_hybrid": "OlmoHybridGatedDeltaNet",
+    "qwen3_5_moe_text": "Qwen3_5MoeGatedDeltaNet",
+    "qwen3_5_text": "Qwen3_5GatedDeltaNet",
+    "qwen3_next": "Qwen3NextGatedDeltaNet",
+    "recurrent_gemma": "RecurrentGemmaRecurrentBlock",
+    "zamba": "ZambaMambaMixer",
+    "zamba2": "Zamba2MambaMixer",
+}
+
+#: Mixers that keep their state in themselves, and let padding into it.
+STATES_INSIDE = ("RecurrentGemmaRecurrentBlock",)
+
+#: The types of layers with mixers, as configs name them.
+MIXER_LAYERS = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid")
+
+_RECURRENT = (
+    "it has recurrent layers alone, and none that attends: there are no keys that a pattern could choose or a ring pass"
+)
+
+#: Model types whose attention or positions depend on more than the interface is given, as running them showed.
+BEYOND_THE_INTERFACE = {
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "xlstm"), _RECURRENT),
+    **dict.fromkeys(
+        ("qwen4_exp", "qwen4_exp_text"), "an indexer of its own selects keys, which no branch of a pattern is"
+    ),
+    "blt": "it attends from bytes to patches and back, which is cross-attention",
+    "deepseek_v4": "it attends to compressed keys of several tokens, which it selects by a rule of its own",
+    "doge": "it adds a learned mask of its own to the square mask, and so chooses keys that no pattern knows",
+    "fnet": "it mixes all tokens by Fourier transforms, and has no attention",
+    "git": "it lets image features see each other in both directions",
+    "zaya": "convolutions inside its attention mix queries and keys of several tokens, which shards cut apart",
+}
+
+#: Model types that mix the tokens of a row outside of attention.
+MIX_TOKENS = {
+    "mobilebert": "it embeds each token together with its neighbours (trigram_input)",
+    "esm": "it scales embeddings by the share of mask tokens in the row (token_dropout)",
+}
+
+#: Model types that are decoders, although their config has is_decoder=False.
+DECODERS_ALL_THE_SAME = ("gpt_neox", "gpt_neox_japanese")
+
+#: Model types whose layers attend to other values than they give to their cache, which a `PatternCache` cannot hold.
+OTHER_VALUES = {
+    "diffllama": "its layers attend twice, to two halves of the values",
+    "dory": "its layers run several times, each time with other keys",
+}
+
+#: Decoders that count positions by the mask, from its first token on. Other types count all tokens of a row.
+COUNT_BY_MASK = ("opt",)

@@ -1,0 +1,1 @@
+"""Whole rows to parts, and parts to whole results."""
