@@ -1,4 +1,4 @@
-"""The checks of `hf-ring-attention check`. Every process takes each of them, and they exchange what they found.
+"""The checks of `hf-ring-attention check`. Every process runs each of them, and they exchange what they found.
 
 The first failure ends the run, since its cause would make later checks fail too. A process that is gone or stalls is named by
 the others (`transport/lost_processes.py`).
@@ -47,17 +47,8 @@ from .output import plural, short_seconds
 #: Packages, and environment variables by the beginnings of their names, that decide results or speed.
 _PACKAGES = ("hf-ring-attention", "torch", "transformers", "accelerate", "numpy")
 _DECISIVE = (
-    "OMP_",
-    "MKL_",
-    "NVIDIA_",
-    "CUDA_L",
-    "CUBLAS_",
-    "NCCL_",
-    "TORCH_NCCL_",
-    "GLOO_",
-    "PYTORCH_",
-    "ACCELERATE_MIXED",
-)
+    "OMP_", "MKL_", "NVIDIA_", "CUDA_L", "CUBLAS_", "NCCL_", "TORCH_NCCL_", "GLOO_", "PYTORCH_", "ACCELERATE_MIXED",
+)  # fmt: skip
 #: Parts of the names of variables that may differ between hosts.
 _OF_A_HOST = ("IFNAME", "_HCA", "DEBUG", "TOPO_FILE")
 #: A pattern that shows something of all that is sparse in a row of a few tokens.
@@ -280,48 +271,52 @@ class CheckRun:
         return models, torch.randint(3, 97, (2, max(20, 2 * self.size + 3)), generator=generator).to(self.device)
 
     def _train_step(self) -> str:
-        (model, alone), ids = self._models()
+        (model, whole), ids = self._models()
         mask = torch.ones_like(ids)
         mask[1, -ids.shape[1] // 3 :] = 0
         batch, results = {"attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}, []
-        for own in (model, alone):
-            loss = own(input_ids=ids, **batch, use_cache=False).loss
+        for one in (model, whole):
+            loss = one(input_ids=ids, **batch, use_cache=False).loss
             loss.backward()
-            gradients = [x.grad for x in own.parameters()]
-            for gradient in gradients if own is model and self.count > 1 else ():
+            gradients = [x.grad for x in one.parameters()]
+            for gradient in gradients if one is model and self.count > 1 else ():
                 dist.all_reduce(gradient)
                 gradient /= self.count
             results.append([loss.detach(), *gradients])
         return self._compared(results[0], results[1], f"loss {results[0][0]:.4f}")
 
     def _generation(self) -> str:
-        (model, alone), ids = self._models()
+        (model, whole), ids = self._models()
         options: Any = {"max_new_tokens": _NEW_TOKENS, "min_new_tokens": _NEW_TOKENS, "do_sample": False}
         options |= {"output_logits": True, "return_dict_in_generate": True, "attention_mask": torch.ones_like(ids)}
         # Without a cache, an error in caches shows. With a `Last`, a pass over all tokens has other last ones than steps have.
         steps: Any = {"use_cache": False}
-        if fewest_last_of(alone.config) is not None:
-            steps = cache_argument(prefill(alone, ids[:, :-2]))
-        ways = (model, cache_argument(prefill(model, ids[:, :-2]))), (alone, steps)
-        found = [torch.stack(own.generate(ids, **options, **way).logits, 1) for own, way in ways]
+        if fewest_last_of(whole.config) is not None:
+            steps = cache_argument(prefill(whole, ids[:, :-2]))
+        ways = (model, cache_argument(prefill(model, ids[:, :-2]))), (whole, steps)
+        found = [torch.stack(one.generate(ids, **options, **way).logits, 1) for one, way in ways]
         return self._compared(found[:1], found[1:], f"{_NEW_TOKENS} tokens after a prefill")
 
-    def _compared(self, together: Sequence[Any], alone: Sequence[Any], what: str) -> str:
-        far = max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(together, alone))
+    def _compared(self, found: Sequence[Tensor], expected: Sequence[Tensor], what: str) -> str:
+        far = max(_largest(x - y) / _largest(y) for x, y in zip(found, expected))
         self._judge(far, _FAR, f"{what} of a tiny model: {{:.0e}} from one process's")
         return f"tiny llama: {what}, {far:.0e} from one process's"
 
 
+def _largest(x: Tensor) -> float:
+    """Returns the largest absolute number; infinity for a NaN, which `max` could pass over."""
+    return float(x.abs().nan_to_num(nan=float("inf")).max())
+
+
 def _random_tensors(heads: tuple[int, ...], rows: int, tokens: int, dtype: torch.dtype) -> list[Tensor]:
     """Returns q, k, v and the gradient of the output, the same on every process."""
-
     generator, (queries, keys, width, value_width) = torch.Generator().manual_seed(0), heads
     sizes = ((queries, width), (keys, width), (keys, value_width), (queries, value_width))
     return [torch.randn(rows, n, tokens, d, generator=generator, dtype=torch.float64).to(dtype) for n, d in sizes]
 
 
 def _errors(found: list[Tensor], expected: list[Tensor], whole: list[Tensor]) -> tuple[float, float]:
-    """Returns the largest error of the output by its largest number, and of gradients by the largest of all; inf for a NaN."""
-    most, *gradients = (float(x.abs().max()) for x in whole)
-    output, *others = (float((x - y).abs().nan_to_num(nan=float("inf")).max()) for x, y in zip(found, expected))
+    """Returns the largest error of the output by its largest number, and of gradients by the largest of all."""
+    most, *gradients = map(_largest, whole)
+    output, *others = (_largest(x - y) for x, y in zip(found, expected))
     return output / most, max(others) / max(gradients)

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from transformers import LlamaConfig
@@ -166,6 +167,16 @@ def test_what_differs_between_processes_is_named(monkeypatch):
         monkeypatch.setattr(run, "of_all", lambda values, other=other: [values, other])
         with pytest.raises(checks.Failure, match=f"NCCL_ALGO is {theirs} on process 1 and {ours} on process 0: set it"):
             run.alike({"NCCL_ALGO": ours}, "set it")
+
+
+def test_a_number_that_is_none_is_a_failure():
+    """Also where others come before it."""
+    run, ones = checks.CheckRun(None, 1, 0), torch.ones(2)
+    assert "0e+00 from" in run._compared([ones, ones], [ones, ones], "a loss")
+    with pytest.raises(
+        checks.Failure, match="a loss of a tiny model: inf from one process's on process 0: do not train"
+    ):
+        run._compared([ones, ones * float("nan")], [ones, ones], "a loss")
 
 
 def faulty(fault):
