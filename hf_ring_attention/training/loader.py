@@ -32,7 +32,9 @@ def prepare_data_loader(loader: Any, ring: Ring, pattern: Pattern | str | None) 
     if not models:
         raise ValueError("prepare_data_loader: no model has this ring: call ra.patch_model(model, ring=ring)")
     if ring.world_size == 1:
-        return accelerator.prepare_data_loader(loader)
+        prepared = accelerator.prepare_data_loader(loader)
+        mark_prepared(prepared)
+        return prepared
     if accelerator.dispatch_batches:
         raise ValueError(
             "prepare_data_loader: dispatch_batches=True has one process read for all, and here each cuts what it reads: leave "

@@ -146,6 +146,15 @@ def test_a_loop_whose_processes_read_for_themselves(tmp_path, programs):
         assert skipped == [8, 0, 1, 2]
 
 
+def test_the_loader_of_rings_of_one_process_is_that_of_accelerate(tmp_path, programs):
+    save(tmp_path, tiny_llama)
+    ways = ((None,), (1, True))
+    found = [programs.run(run_program, 2, by_loop, str(tmp_path / "run"), *way) for way in ways]
+    for of_accelerate, of_ring in zip(*found, strict=True):
+        assert of_accelerate[1:] == of_ring[1:]
+        assert_alike(of_accelerate[0], [], of_ring[0], [])
+
+
 def drawn(rank):
     """The random numbers of a rank after each batch, if the first process draws numbers for a batch of a stream."""
     process_environment(rank, 4)
