@@ -133,6 +133,15 @@ def test_a_setting_that_is_not_understood_is_refused(settings, said, tmp_path):
             refused(said, AutoModelForCausalLM.from_config, config, attn_implementation=implementation)
 
 
+def test_two_models_of_one_config():
+    """The second one is made from a config that the first one's pattern is in."""
+    first = ra.patch_model(tiny_model("llama", "sdpa"), PATTERN)
+    second = type(first)(first.config).eval()
+    second.load_state_dict(first.state_dict())
+    ids = tokens()
+    assert torch.equal(logits(ra.patch_model(second, PATTERN), ids), logits(first, ids))
+
+
 def test_settings_are_read_again_when_they_change():
     """A pattern that is set on a loaded model is computed, without `patch_model`."""
     ids, model = tokens(), tiny_model("llama", "ring_dilated")
