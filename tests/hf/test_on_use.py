@@ -448,16 +448,16 @@ def test_gradients_that_cannot_be_had_are_refused(ask, error):
 
 
 def test_fsdp_forms_no_logits():
-    """It asks the outputs of a model for facts, and gives them hooks."""
+    """It asks the outputs of a model for facts, and gives them hooks; Accelerate shards the output layer by itself."""
     run_ranks(_with_fsdp, 2)
 
 
 def _with_fsdp(rank):
     with float64():
         expected = step(stock(LLAMA), tokens())
-        for freed in (None, True):
+        for freed, apart in ((None, False), (True, False), (None, True), (True, True)):
             model = ra.patch_model(stock(LLAMA), "exact", ring=ra.Ring())
-            for part in (*model.model.layers, model):
+            for part in (*model.model.layers, *[model.lm_head] * apart, model):
                 fully_shard(part, reshard_after_forward=freed)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(Values, "of_tokens", None)

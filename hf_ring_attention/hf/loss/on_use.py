@@ -177,7 +177,8 @@ class OnUse(Tensor):
         marks = func is Tensor.register_hook and divides_weights(args[1])
         if marks:  # It marks the beginning of backward, whatever is used.
             args[0].content.hooks.append(args[1])
-        if marks or func in _FACTS:
+        # Functions of autograd that return what they get, such as FSDP 2's, ask for a view of it by itself.
+        if marks or func in _FACTS or (func is Tensor.view_as and args[0] is args[1]):
             with plain_tensors():
                 return func(*args, **kwargs)
         found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, OnUse)]
