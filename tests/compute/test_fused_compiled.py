@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests.support.fused import needs_triton
+from tests.support.releases import at_least
 
 pytestmark = needs_triton
 
@@ -50,7 +51,8 @@ def test_registers_memory_and_products(wanted, compiled):
     assert facts["general"] == ["slb", "slh"], "other numbers of tokens would compile again"
     # Older releases of Triton spill a few registers on other devices; here some addresses, outside of the loops over keys.
     outside = 24 if wanted[1:3] == ("forward", 64) else 0
-    assert facts["spills"] <= (outside if target == "sm_90" else 64)
+    newest = target == "sm_90" and at_least("triton", "3.9")
+    assert facts["spills"] <= (outside if newest else 80)  # by Triton 3.6 in dq of the widest heads
     # Warp groups multiply 64 rows at once. Key items of the widest heads have 32 keys, or they would spill; sinks are fewer.
     if target == "sm_90" and (wanted[1], wanted[2]) != ("dkdv", 192) and "few keys" not in wanted:
         assert facts["of whole warp groups"] > 0

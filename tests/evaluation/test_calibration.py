@@ -15,6 +15,7 @@ from hf_ring_attention.evaluation.calibration import search
 from hf_ring_attention.evaluation.calibration.passes import measure_text
 from hf_ring_attention.evaluation.calibration.texts import plain_text
 from hf_ring_attention.evaluation.whole_files import own_folder, whole_file, write_whole
+from hf_ring_attention.hf.model.wrappers import cache_argument
 from tests.support.calibrations import MENU, calibrated, model_of, random_texts
 from tests.support.checkpoints import save_calibration
 from tests.support.neighbours import with_lora
@@ -252,8 +253,8 @@ def test_a_budget_of_the_cache(rng):
     assert ra.Calibration.from_dict(chosen.to_dict()) == chosen
     cache = ra.PatternCache(ra.patch_model(model, chosen))
     with torch.no_grad():
-        model(ids[None, :-1], cache=cache)
-        model(ids[None, -1:], cache=cache)
+        model(ids[None, :-1], **cache_argument(cache))
+        model(ids[None, -1:], **cache_argument(cache))
     rows = sum(len(part.heads or (0, 1)) * part.table.num_slots for layer in cache.layers for part in layer.rows)
     assert rows == pytest.approx(chosen.share("cache") * 3 * 2 * most, abs=3 * 2)
     by_flops = calibrated(model_of(3), [ids], menu=menu, budget=0.5, refinements=0)

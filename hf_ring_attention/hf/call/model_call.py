@@ -356,7 +356,8 @@ def _with_first_token(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ..
         return None
     assert now.rows is not None
     one_token = args[0].dim() == 2
-    states: Tensor = args[0].unsqueeze(1) if one_token else args[0]
+    # The token at the beginning of the row is the first one of its rank.
+    states: Tensor = args[0].unsqueeze(1).expand(-1, now.layout.local_len, -1) if one_token else args[0]
     numbers = torch.arange(now.rows.batch, device=states.device)[:, None] * now.rows.length
     first = kept(states, now.rows, now.ring, numbers)
     return (first.squeeze(1) if one_token else first, *args[1:])

@@ -30,7 +30,7 @@ class HeadForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own = partial(type(self.module).forward, self.module) if self.own is None else self.own
-        here = bool(args) and (isinstance(args[0], OnUse) or callable(args[0]))
+        here = len(args) > 0 and (isinstance(args[0], OnUse) or callable(args[0]))
         if here or (not torch.compiler.is_dynamo_compiling() and running().on_use):
             return _head(self.module, own, *args, **kwargs)
         return own(*args, **kwargs)
