@@ -16,7 +16,6 @@ from .hf.model.config import patch_config as patch_config
 from .hf.model.models import ModelSupport as ModelSupport
 from .hf.model.models import supported_models as supported_models
 from .hf.patch import patch_model as patch_model
-from .plan.branches import Last as Last
 from .plan.branches import Segment as Segment
 from .plan.branches import Sink as Sink
 from .plan.branches import Window as Window
@@ -42,7 +41,6 @@ __all__ = [
     "Decision",
     "Estimate",
     "Explanation",
-    "Last",
     "ModelSupport",
     "Pattern",
     "PatternCache",

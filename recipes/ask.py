@@ -111,13 +111,9 @@ def bytes_of(cache: Any) -> int:
     return cache.nbytes if isinstance(cache, ra.PatternCache) else sum(x.nbytes for x in tensors if x is not None)
 
 
-def answer(
-    model: Any, cache: Any, prompt: torch.Tensor, clock: Clock, longest: int, at_once: int | None
-) -> torch.Tensor:
+def answer(model: Any, cache: Any, prompt: torch.Tensor, clock: Clock, longest: int) -> torch.Tensor:
     """Returns the tokens [m] of an answer to a prompt, whose text is in the cache."""
     options = {cache_name(model): cache, "max_new_tokens": longest, "do_sample": False, "streamer": clock}
-    if at_once is not None:
-        options["prefill_chunk_size"] = at_once
     return model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0, prompt.shape[1] :]
 
 
@@ -152,10 +148,9 @@ def main() -> None:
     ra.patch_model(model, pattern, ring=ring)
     named = args.pattern or "of the model"
     accelerator.print(common.describe_run(ring, args.model, named, replaces, f"{ids.shape[1]} tokens"))
-    last = common.fewest_last(getattr(model.config.get_text_config(), "ring_dilated", ""))
     shown = accelerator.is_main_process
     start = time.perf_counter()
-    cache, description = read(model, ids, ring, args.at_once if last is None else None, shown)
+    cache, description = read(model, ids, ring, args.at_once, shown)
     seconds = time.perf_counter() - start
     figures: dict[str, Any] = {"world_size": ring.world_size, "tokens": ids.shape[1], "read_seconds": seconds}
     accelerator.print(f"read {ids.shape[1]:,} tokens in {seconds:.1f} s, {ids.shape[1] / seconds:,.0f} tokens/s")
@@ -165,7 +160,7 @@ def main() -> None:
         if isinstance(cache, ra.PatternCache) and ring.world_size == 1 and number + 1 < len(parts):
             cache.activate_past_recording()  # The next question goes back to the end of the text.
         clock = Clock(tokenizer, shown)
-        found = answer(model, cache, torch.cat([ids, tail.to(ids.device)], 1), clock, args.answer_tokens, last)
+        found = answer(model, cache, torch.cat([ids, tail.to(ids.device)], 1), clock, args.answer_tokens)
         held = gather(torch.tensor([bytes_of(cache)], device=ids.device)).tolist()
         first, rest = clock.times[1] - clock.times[0], clock.times[-1] - clock.times[1]
         each = rest / max(1, len(found) - 1)

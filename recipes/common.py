@@ -372,10 +372,5 @@ def pattern_settings(pattern: ra.Pattern | ra.Calibration) -> str | dict[str, st
     return str(pattern) if isinstance(pattern, ra.Pattern) else pattern.texts_of_layers
 
 
-def fewest_last(settings: str | dict[str, Any]) -> int | None:
-    """Returns the fewest last tokens to which patterns show every key: as many may come behind a text together."""
-    return min(map(int, re.findall(r"last=(\d+)", str(settings))), default=None)
-
-
 if __name__ == "__main__":
     _convert()

@@ -108,8 +108,8 @@ class Writer:
 
 
 @torch.no_grad()
-def candidate_losses(model: Any, prompt: list[int], candidates: list[list[int]], at_once: int | None) -> list[float]:
-    """Returns the negative log-likelihood of each candidate behind a prompt, in nats, `at_once` tokens at a time."""
+def candidate_losses(model: Any, prompt: list[int], candidates: list[list[int]]) -> list[float]:
+    """Returns the negative log-likelihood of each candidate behind a prompt, in nats."""
     names = inspect.signature(model.prepare_inputs_for_generation).parameters
     name = "cache" if "cache" in names else "past_key_values"  # Transformers 5.24 renamed it.
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
@@ -121,11 +121,9 @@ def candidate_losses(model: Any, prompt: list[int], candidates: list[list[int]],
         labels = torch.tensor(candidate, device=model.device)
         step = torch.tensor([[prompt[-1], *candidate[:-1]]], device=model.device)
         positions = torch.arange(held, held + len(candidate), device=model.device)[None]
-        pieces, logits = at_once or len(candidate), []
-        for tokens, places in zip(step.split(pieces, 1), positions.split(pieces, 1)):
-            options = {name: cache, "position_ids": places} if takes_positions else {name: cache}
-            logits.append(model(tokens, use_cache=True, **options).logits[0].float())
-        losses.append(float(torch.nn.functional.cross_entropy(torch.cat(logits), labels, reduction="sum")))
+        options = {name: cache, "position_ids": positions} if takes_positions else {name: cache}
+        logits = model(step, use_cache=True, **options).logits[0].float()
+        losses.append(float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum")))
         cache.crop(held - cache.get_seq_length())
     if not all(map(math.isfinite, losses)):
         raise SystemExit(f"{type(model).__name__} predicts numbers with losses {losses}: take another --dtype")
@@ -139,9 +137,8 @@ def answers(model: Any, writer: Writer, args: argparse.Namespace, ring: ra.Ring)
         if pattern is None:
             common.set_pattern(model, own)
         ra.patch_model(model.eval(), pattern, ring=ring)
-        at_once = common.fewest_last(own if pattern is None else common.pattern_settings(pattern))
         for key in itertools.product(args.tasks, args.lengths, args.depths, range(args.samples)):
-            losses = candidate_losses(model, *writer.question(*key), at_once)
+            losses = candidate_losses(model, *writer.question(*key))
             yield {
                 **dict(zip(("task", "length", "depth", "number"), key)),
                 "pattern": name,

@@ -19,7 +19,7 @@ from hf_ring_attention.plan import notation
 API = Path(__file__).parents[1] / "recipes" / "guide" / "api.md"
 #: The public names of each section.
 SECTIONS = {
-    "Patterns": "Pattern Segment Window Sink Last",
+    "Patterns": "Pattern Segment Window Sink",
     "Models": "patch_model patch_config exact_attention supported_models ModelSupport",
     "Rings": "Ring SequenceLayout ring_attention Traffic Decision simulate run_simulated naming_lost_processes",
     "Training": "RingTrainer RingTrainerMixin RingTrainingArguments pack_documents distillation_loss keep_attention "

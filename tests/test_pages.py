@@ -89,7 +89,7 @@ PICTURES = re.findall(r"^hf-ring-attention (.* --plot (recipes/pictures/\w+\.png
 
 
 def test_costs_in_the_gallery_are_those_of_the_patterns():
-    assert len(ROWS) >= 10
+    assert len(ROWS) >= 9
     heads = {"num_heads": 32, "num_kv_heads": 8}
     for name, *costs in ROWS:
         pattern = ra.Pattern.parse(name.strip("`"))

@@ -329,14 +329,14 @@ def test_links_lead_to_files_and_headings_or_to_public_pages(page):
 
 #: What is there already of each kind, by the names that modules have for it; their lists of what to change for another one.
 ADDED = {
-    "A kind of branch": {"Last"},
+    "A kind of branch": {"Sink"},
     "A kernel": {"cudnn", "Cudnn"},
     "A transport": {"collective", "CollectiveTransport", "bind_collective"},
     "A hybrid type": {"lfm2", "Lfm2ShortConv"},
 }
 #: Modules that know one of these for another reason; the map names them behind its places.
 FURTHER = {
-    "A kind of branch": {"plan/parts.py", "plan/intervals.py"},  # It depends on the length of the document.
+    "A kind of branch": {"plan/intervals.py", "plan/patterns.py", "plan/notation.py"},  # It belongs to short texts.
     "A kernel": {"compute/kept_proofs.py"},  # It reads the library's version.
     "A transport": {"plan/choices.py", "cost/estimate.py"},
 }

@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig
 from ..compute.reference import reference_attention
 from ..cost.models import attention_of_model, load_config
 from ..hf.cache.prefill import prefill
-from ..hf.model.config import fewest_last_of, layer_pattern, patterns_of_layers
+from ..hf.model.config import layer_pattern, patterns_of_layers
 from ..hf.model.models import why_not
 from ..hf.model.support import check_config
 from ..hf.model.wrappers import cache_argument
@@ -289,11 +289,8 @@ class CheckRun:
         (model, whole), ids = self._models()
         options: Any = {"max_new_tokens": _NEW_TOKENS, "min_new_tokens": _NEW_TOKENS, "do_sample": False}
         options |= {"output_logits": True, "return_dict_in_generate": True, "attention_mask": torch.ones_like(ids)}
-        # Without a cache, an error in caches shows. With a `Last`, a pass over all tokens has other last ones than steps have.
-        steps: Any = {"use_cache": False}
-        if fewest_last_of(whole.config) is not None:
-            steps = cache_argument(prefill(whole, ids[:, :-2]))
-        ways = (model, cache_argument(prefill(model, ids[:, :-2]))), (whole, steps)
+        # Without a cache, an error in caches shows.
+        ways: Any = (model, cache_argument(prefill(model, ids[:, :-2]))), (whole, {"use_cache": False})
         found = [torch.stack(one.generate(ids, **options, **way).logits, 1) for one, way in ways]
         return self._compared(found[:1], found[1:], f"{_NEW_TOKENS} tokens after a prefill")
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..cost.explain import Explanation
 from ..cost.timeline import Timeline
-from ..plan.branches import Branch, Last, Segment, Sink
+from ..plan.branches import Branch, Segment, Sink
 from ..plan.patterns import Pattern
 from .output import short_count, short_seconds
 
@@ -55,8 +55,8 @@ def visible_pairs(
     edges = np.linspace(0, length, min(bins, length) + 1).astype(np.int64)
     phases: dict[Pattern, set[int]] = {}
     for number in range(num_heads) if head is None else [head]:
-        own = pattern.of_kv_head(number * num_kv_heads // num_heads)
-        phases.setdefault(own, set()).add(own.phase(number, num_heads=num_heads, num_kv_heads=num_kv_heads))
+        kv_head = number * num_kv_heads // num_heads
+        phases.setdefault(pattern.of_kv_head(kv_head), set()).add(kv_head)
     tokens = [branch.tokens for own in phases for branch in own.branches if isinstance(branch, Sink)]
     sinks = min(length, max(tokens, default=0))
     shares = [_share_of(own, length, edges, own_phases, sinks) for own, own_phases in phases.items()]
@@ -98,8 +98,6 @@ def _inside(branch: Branch, length: int, edges: np.ndarray, sinks: int) -> np.nd
         query: Any = top + (2 * np.arange(count) + 1) * (bottom - top) // (2 * count)
         first, beyond = (border.position(query) for border in branch.borders())
         stop = np.minimum(query + 1, beyond)
-        if isinstance(branch, Last):
-            stop = np.where(query >= length - branch.tokens, stop, 0)
         ends = (np.maximum(end, sinks) for end in (np.broadcast_to(first, query.shape), stop))
         start, stop = (end[:, None].clip(edges[:-1], edges[1:]) for end in ends)
         rows.append((stop - start).mean(0) / np.diff(edges))

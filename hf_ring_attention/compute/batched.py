@@ -16,6 +16,8 @@ from .rows import Rows
 
 #: Tiles whose rows are copied take at most about 1 / PART of the queries at once. Backward holds more tensors than forward.
 FORWARD_PART, BACKWARD_PART = 2, 8
+#: Parts of fewer rows would waste time on calls.
+PART_ROWS = 1 << 14
 #: CUDA's kernels take so many tiles in one call, and pad the sums of a tile to so many rows. Padded rows are about a quarter
 #: as large as all copies of a row, so PADDED_ROWS times as many are held.
 MOST_TILES, CUDA_BLOCK, PADDED_ROWS = 65_535, 128, 4
@@ -119,7 +121,7 @@ class BatchedTiles:
         return dq, dk, dv
 
     def _parts(self, q: Tensor, part: int) -> Iterator[BoundBatch]:
-        """Yields parts that copy at most about 1 / `part` of the query rows; parts of few rows would waste time on calls."""
-        rows_at_once = max(1 << 14, q.shape[0] // part)
+        """Yields parts that copy at most about 1 / `part` of the query rows, or `PART_ROWS`."""
+        rows_at_once = max(PART_ROWS, q.shape[0] // part)
         for batch in self.batches:
             yield from batch.parts(rows_at_once, CUDA_BLOCK if q.is_cuda else 1)

@@ -98,14 +98,13 @@ class Binder:
 
     def _rows(self, batch: TileBatch, length: int, of_queries: bool) -> IndexRows:
         """Returns the rows of queries or of keys by their numbers in a [B, H, length] tensor, fold by fold."""
-        of_tile = self.group if of_queries and not batch.per_query_head else 1
+        of_tile = self.group if of_queries else 1
         heads_of_row = self.problem.num_heads if of_queries else self.problem.num_kv_heads
         first: list[int] = []
         for item in batch.items:
             start, copies = (item.query_row, range(item.copies)) if of_queries else (item.key_row, [0] * item.copies)
             for batch_row in item.batch_rows:
-                for number in item.heads:
-                    head = number // self.group if batch.per_query_head and not of_queries else number
+                for head in item.heads:
                     row = (batch_row * heads_of_row + head * of_tile) * length + start
                     first += [row + copy for copy in copies]
         # One list is made faster than a small tensor for each item.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 
@@ -143,13 +143,13 @@ def choose_kernel(
     setting: str = "auto",
     tiles: TileKinds = ANY_TILES,
     note: Callable[[str, Decision], None] = lambda kind, decision: None,
-    groups: Sequence[int] = (1,),
+    group: int = 1,
 ) -> Kernel:
     """Returns the kernel that was asked for, or with "auto" the fastest one that computes this and has proved itself.
 
     Args:
         note: is called with the kind of call, and the choice with its reason.
-        groups: the numbers of query heads that share keys in some tiles.
+        group: the number of query heads that share a key/value head.
 
     Raises:
         ValueError: another dtype, or a kernel that was asked for and cannot compute this, or is wrong on this device.
@@ -163,9 +163,9 @@ def choose_kernel(
     failed: list[str] = []
     for decision in kernel_candidates(setting, _facts_of(setting, *widths), call):
         kernel = _kernel(decision.choice, *widths, softcap)
-        to_prove = groups if device.type == "cuda" and not isinstance(kernel, Math) else ()
-        tried = (fault_of(kernel, softcap, tiles, device, dtype, x, head_dim, value_dim) for x in to_prove)
-        fault = next(filter(None, tried), None)
+        fault = None
+        if device.type == "cuda" and not isinstance(kernel, Math):
+            fault = fault_of(kernel, softcap, tiles, device, dtype, group, head_dim, value_dim)
         if fault is None:
             note(str(call), replace(decision, reason="; ".join([decision.reason, *failed])))
             return kernel

@@ -64,10 +64,7 @@ PROBED: dict[str, dict[str, tuple[str, ...]]] = {
         "transformers.configuration_utils.PretrainedConfig": ("_attn_implementation",),
         "transformers.utils.output_capturing": ("_active_collector",),
     },
-    "transformers.generate": {
-        "transformers.GenerationMixin": ("_prefill", "_prepare_cache_for_generation"),
-        "transformers.GenerationMixin._prefill": ("input_chunks",),
-    },
+    "transformers.generate": {"transformers.GenerationMixin": ("_prepare_cache_for_generation",)},
     "transformers.Trainer": {
         "transformers.Trainer": ("_get_dataloader", "_get_grad_norm", "_set_signature_columns_if_needed"),
         "transformers.Trainer._set_signature_columns_if_needed": ("_signature_columns",),
@@ -271,21 +268,6 @@ def checkpoint_options(function: Any) -> dict[str, Any] | None:
         options = function.keywords | options
         function = function.args[0] if function.args else function.func
     return options if function.__module__ in (checkpoint.__module__, "transformers.modeling_utils") else None
-
-
-def prompt_is_cut() -> bool:
-    """Returns whether this call is inside a `generate` that computes its prompt in several pieces (prefill_chunk_size).
-
-    `generate` passes no sign of this on, and a layer sees the first piece as a row that ends there.
-    """
-    import transformers
-
-    check("transformers.generate")
-    prefill: Any = inspect.unwrap(transformers.GenerationMixin._prefill)
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not prefill.__code__:
-        frame = frame.f_back
-    return frame is not None and len(frame.f_locals.get("input_chunks", ())) > 1
 
 
 def make_cache_of_generate(model: Any, make: Callable[[Any, bool], Any]) -> None:

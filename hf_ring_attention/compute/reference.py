@@ -21,10 +21,10 @@ def multiplicity_matrix(pattern: Pattern, length: int, num_heads: int, num_kv_he
     heads: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
     group = num_heads // num_kv_heads
     matrices: dict[Any, list[list[int]]] = {}
-    kinds = [(pattern.of_kv_head(head // group), pattern.phase(head, **heads)) for head in range(num_heads)]
+    kinds = [(pattern.of_kv_head(head // group), head // group) for head in range(num_heads)]
     for head, kind in enumerate(kinds):
         if kind not in matrices:
-            options = {"head": head, "causal": causal, "document_length": length, **heads}
+            options = {"head": head, "causal": causal, **heads}
             matrices[kind] = [[pattern.multiplicity(q, k, **options) for k in range(length)] for q in range(length)]
     return torch.tensor([matrices[kind] for kind in kinds], dtype=torch.float64)
 

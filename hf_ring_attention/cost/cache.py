@@ -29,7 +29,7 @@ def cache_of_layer(
 ) -> CacheBytes:
     """Returns the bytes of a layer for rows of `tokens` tokens; `row_bytes` are those of a key and a value in one head."""
     row = batch_size * row_bytes
-    return CacheBytes(num_kv_heads * tokens * row, cache_rows(pattern, num_heads, num_kv_heads, tokens) * row)
+    return CacheBytes(num_kv_heads * tokens * row, cache_rows(pattern, num_kv_heads, tokens) * row)
 
 
 def sum_of_caches(caches: Iterable[CacheBytes]) -> CacheBytes:

@@ -79,5 +79,5 @@ def ring_timeline(problem: Problem, *, pair_flops: int, row_bytes: int, flops: f
 def _pairs(problem: Problem, lap: Lap, number: int, rank: int) -> int:
     if (number == 0 and not lap.with_own) or (number > 0 and lap.hop(rank, number) is None):
         return 0
-    batches = of_heads(tiles_from(problem, rank, lap.source(rank, number)), lap.heads, problem.group)
+    batches = of_heads(tiles_from(problem, rank, lap.source(rank, number)), lap.heads)
     return sum(batch.pairs(problem.group) for batch in batches)

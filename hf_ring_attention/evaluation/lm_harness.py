@@ -23,7 +23,7 @@ from torch import Tensor
 from ..compute.private import check
 from ..hf.cache.prefill import prefill
 from ..hf.loss.lm_loss import IGNORED
-from ..hf.model.config import fewest_last_of, layer_pattern, patterns_of_layers, warn_once
+from ..hf.model.config import layer_pattern, patterns_of_layers
 from ..hf.model.wrappers import attachment_of, cache_argument, unwrapped, whole_model
 from ..hf.names import IMPLEMENTATION
 from ..hf.patch import patch_model
@@ -142,19 +142,9 @@ class RingLM(HFLM):
             # Windows of a rolling likelihood have no texts, and nobody asks whether greedy decoding gives them.
             return [(self._likelihood(context, continuation), False) for _, context, continuation in requests]
         self._longest_continuation = max((len(continuation) for _, _, continuation in requests), default=0)
-        batch_size: Any = self.batch_size
-        if self._has_last() and batch_size != 1:
-            warn_once(
-                f"ring_dilated: under a pattern with a Last, the end of a row decides what tokens see, so likelihoods are "
-                f"computed row by row: batch_size={batch_size} has no effect on them"
-            )
-            self.batch_size_per_gpu = 1
-        try:
-            answers: list[tuple[float, bool]] = super()._loglikelihood_tokens(
-                requests, disable_tqdm or self.ring.rank > 0, override_bs
-            )
-        finally:
-            self.batch_size_per_gpu = batch_size
+        answers: list[tuple[float, bool]] = super()._loglikelihood_tokens(
+            requests, disable_tqdm or self.ring.rank > 0, override_bs
+        )
         return answers
 
     @torch.no_grad()
@@ -177,9 +167,6 @@ class RingLM(HFLM):
             last: Tensor = self.model(inps, logits_to_keep=count, use_cache=False).logits
         return last
 
-    def _has_last(self) -> bool:
-        return fewest_last_of(unwrapped(self._model).config.get_text_config()) is not None
-
     def _autocast(self) -> Any:
         kind = self.mixed_precision_dtype
         return torch.autocast(self.device.type, dtype=kind, enabled=kind is not None)
@@ -190,11 +177,6 @@ class RingLM(HFLM):
         if self.ring.world_size == 1:
             return super()._model_generate(context, max_length, stop, **generation_kwargs)
         mask: Tensor = generation_kwargs.pop("attention_mask", torch.ones_like(context))
-        if self._has_last():
-            warn_once(
-                "ring_dilated: a ring reads a context without its last token first, and under a pattern with a Last the end of "
-                "that sees every key: generated texts may differ from one process's"
-            )
         single = context.shape[1] == 1  # A prefill takes at least one token, and a step another one.
         if single:
             context, mask = F.pad(context, (1, 0), value=self.tokenizer.pad_token_id), F.pad(mask, (1, 0))

@@ -63,7 +63,7 @@ def estimated_imbalance(layout: SequenceLayout, pattern: Pattern, documents: Doc
                 first, last = bisect.bisect_right(stops, piece.start), bisect.bisect_left(starts, piece.stop)
                 for start, stop in spans[first:last]:
                     first, beyond = max(piece.start - start, 0), min(piece.stop, stop) - start
-                    loads[rank] += work.of_tokens(first, beyond, stop - start)
+                    loads[rank] += work.of_tokens(first, beyond)
     return busiest_over_mean(loads)
 
 
@@ -97,7 +97,7 @@ class _Span(NamedTuple):
         if self.document is None:
             return 0.0
         first = self.document.start
-        return work.of_tokens(self.start - first, self.stop - first, len(self.document))
+        return work.of_tokens(self.start - first, self.stop - first)
 
     def left(self, count: int) -> _Span:
         """Returns the so many tokens that are taken last."""
@@ -128,7 +128,7 @@ def _shares_of_ranks(
     mean, world_size = sum(targets) / len(targets), len(targets)
     tolerance = TOLERANCE * mean
     longest = max((span.size for span in spans if span.document is not None), default=1)
-    seen = work.of_tokens(longest - 1, longest, 2 * longest) / longest  # by a query that is not among the last ones
+    seen = work.of_tokens(longest - 1, longest) / longest  # by the last query
     most = (1 + seen * min(_MOST_OVER, _MOST_OVER_OF_MANY * (1 - 2 / world_size))) * mean
     left, shares = _by_work(spans, work), []
     for ranks in range(len(targets), 0, -1):

@@ -1,4 +1,4 @@
-"""The branches of patterns: segments, windows, sinks and last queries, rules that show a query keys of its document."""
+"""The branches of patterns: segments, windows and sinks, rules that show a query keys of its document."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class _Branch:
         """Returns the ends of the keys that a query sees."""
         raise NotImplementedError
 
-    def shows(self, query: int, key: int, phase: int, document_length: int | None = None) -> bool:
+    def shows(self, query: int, key: int, phase: int) -> bool:
         """Whether `query` sees `key` in a head of this phase, causality aside; plans use borders, and this checks them."""
         raise NotImplementedError
 
@@ -117,7 +117,7 @@ class Segment(_Dilated):
     dilation: int = 1
     queries: Queries = "dilated"
 
-    def shows(self, query: int, key: int, phase: int, document_length: int | None = None) -> bool:
+    def shows(self, query: int, key: int, phase: int) -> bool:
         """Whether `query` sees `key` in a head of this phase, causality aside."""
         same_block = self.length is None or query // self.length == key // self.length
         return same_block and self._shows_residue(query, key, phase)
@@ -154,7 +154,7 @@ class Window(_Dilated):
         check_count("Window", "length", self.length)
         super().__post_init__()
 
-    def shows(self, query: int, key: int, phase: int, document_length: int | None = None) -> bool:
+    def shows(self, query: int, key: int, phase: int) -> bool:
         """Whether `query` sees `key` in a head of this phase, causality aside."""
         return abs(query - key) < self.length and self._shows_residue(query, key, phase)
 
@@ -163,20 +163,8 @@ class Window(_Dilated):
         return Border("from_query", 1 - self.length), Border("from_query", self.length)
 
 
-class Counted(_Branch):
-    """The check and the text that sinks and last queries share."""
-
-    tokens: int
-
-    def __post_init__(self) -> None:
-        check_count(type(self).__name__, "tokens", self.tokens)
-
-    def __str__(self) -> str:
-        return f"{type(self).__name__.lower()}={self.tokens}"
-
-
 @dataclass(frozen=True)
-class Sink(Counted):
+class Sink(_Branch):
     """The first `tokens` tokens of the document, seen by every query (attention sinks, arXiv 2309.17453).
 
     Raises:
@@ -191,63 +179,24 @@ class Sink(Counted):
 
     tokens: int
 
-    def shows(self, query: int, key: int, phase: int, document_length: int | None = None) -> bool:
+    def __post_init__(self) -> None:
+        check_count("Sink", "tokens", self.tokens)
+
+    def shows(self, query: int, key: int, phase: int) -> bool:
         """Whether `query` sees `key`, causality aside."""
         return key < self.tokens
+
+    def __str__(self) -> str:
+        return f"sink={self.tokens}"
 
     def borders(self) -> Borders:
         """Returns the ends of the first tokens."""
         return Border("at", 0), Border("at", self.tokens)
 
 
-@dataclass(frozen=True)
-class Last(Counted):
-    """Every key of the document, for its last `tokens` queries (the last rows of TriangleMix, arXiv 2507.21526).
+Branch = Segment | Window | Sink
 
-    The last queries of a prompt decide how its answer begins, so they look at all of it. Under causality a query sees all keys
-    up to itself. Tokens that follow make other queries the last ones: while a row is generated, its document grows with it, so
-    each new token is the last and sees every key.
-
-    Raises:
-        ValueError: fewer than 1 token.
-
-    Example:
-        >>> triangle = ra.Pattern([ra.Sink(1), ra.Window(2), ra.Last(2)])
-        >>> for query in range(6):
-        ...     keys = {"head": 0, "num_heads": 1, "num_kv_heads": 1, "document_length": 6}
-        ...     print([triangle.multiplicity(query, key, **keys) for key in range(6)])
-        [1, 0, 0, 0, 0, 0]
-        [1, 1, 0, 0, 0, 0]
-        [1, 1, 1, 0, 0, 0]
-        [1, 0, 1, 1, 0, 0]
-        [1, 1, 1, 1, 1, 0]
-        [1, 1, 1, 1, 1, 1]
-    """
-
-    tokens: int
-
-    def shows(self, query: int, key: int, phase: int, document_length: int | None = None) -> bool:
-        """Whether `query` sees `key` in a document of so many tokens, causality aside.
-
-        Raises:
-            ValueError: no document_length, or a query or key behind the end of the document.
-        """
-        if document_length is None:
-            raise ValueError(f"{self!r}: the last queries depend on the length of the document: pass document_length")
-        if max(query, key) >= document_length:
-            raise ValueError(
-                f"{self!r}: expected positions below document_length={document_length}, got query {query} and key {key}"
-            )
-        return query >= document_length - self.tokens
-
-    def borders(self) -> Borders:
-        """Returns the ends of the document, for its last queries."""
-        return _EVERY_KEY
-
-
-Branch = Segment | Window | Sink | Last
-
-BRANCH_TYPES = (Segment, Window, Sink, Last)
+BRANCH_TYPES = (Segment, Window, Sink)
 
 #: By their names in the text of a pattern.
 BRANCHES: dict[str, type[Branch]] = {kind.__name__.lower(): kind for kind in BRANCH_TYPES}

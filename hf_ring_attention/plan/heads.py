@@ -107,7 +107,6 @@ def problem_of_heads(problem: Problem, heads: Heads) -> Problem:
         num_heads=len(heads.query),
         num_kv_heads=len(heads.kv),
         settings=replace(problem.settings, heads=None),
-        first_head=problem.first_head + heads.query.start,
         first_kv_head=problem.first_kv_head + heads.kv.start,
     )
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .branches import Border, Branch, Last, Sink, Window
+from .branches import Border, Branch, Sink, Window
 from .patterns import Pattern
 
 
@@ -101,7 +101,7 @@ def covering(pattern: Pattern, number: int) -> list[Branch]:
 
     Windows shorter than an earlier window of all queries are left out, since the longer window shows all their keys.
     """
-    earlier = [branch for branch in pattern.branches[:number] if not isinstance(branch, (Sink, Last))]
+    earlier = [branch for branch in pattern.branches[:number] if not isinstance(branch, Sink)]
     longest = max((b.length for b in earlier if isinstance(b, Window) and b.queries == "all"), default=0)
     return [branch for branch in earlier if not (isinstance(branch, Window) and branch.length < longest)]
 

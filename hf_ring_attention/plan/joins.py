@@ -51,7 +51,7 @@ def sequences_in_place(
     """
     documents, total = [], num_batch_rows * num_rows
     for batch in batches:
-        simple = batch.query_stride == batch.key_stride == batch.fold_size == 1 and not batch.per_query_head
+        simple = batch.query_stride == batch.key_stride == batch.fold_size == 1
         if batch.shape == "band" or batch.num_queries != batch.num_keys or not simple:
             return None
         for rows, heads, query_row, key_row, copies in batch.items:
@@ -102,10 +102,10 @@ def joined(
 def _kind(batch: TileBatch) -> tuple[object, ...]:
     """Returns the common values of batches that may share a call; these include the visit, so no two share a query row."""
     if batch.shape == "full":  # Rows of folds are queries like others, and only keys are padded.
-        return batch.visit, batch.per_query_head, batch.num_queries * batch.fold_size
+        return batch.visit, batch.num_queries * batch.fold_size
     # In triangles and bands, padding of queries and of keys depend on each other.
     width = batch.num_keys - batch.num_queries if batch.shape == "band" else 0
-    return batch.visit, batch.per_query_head, batch.shape, batch.fold_size, width
+    return batch.visit, batch.shape, batch.fold_size, width
 
 
 def _is_cheaper(

@@ -13,7 +13,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from .branches import LARGEST
-from .parts import parts_of
 from .patterns import Pattern
 
 #: Dilations and blocks whose least common multiple is larger are no longer tried together, at each position.
@@ -38,12 +37,11 @@ def kept_keys(pattern: Pattern, phase: Any, length: Any) -> list[KeptKeys]:
     The phase of a head and the length are integers, or tensors of integers that broadcast.
     """
     kept = []
-    for part in parts_of(pattern):
-        for branch in part.pattern.branches:
-            residue = phase % branch.dilation
-            query = length if branch.queries == "all" else length + (residue - length) % branch.dilation
-            first, beyond = (border.position(query) for border in branch.borders())
-            kept.append(KeptKeys(first, beyond, branch.dilation, residue))
+    for branch in pattern.branches:
+        residue = phase % branch.dilation
+        query = length if branch.queries == "all" else length + (residue - length) % branch.dilation
+        first, beyond = (border.position(query) for border in branch.borders())
+        kept.append(KeptKeys(first, beyond, branch.dilation, residue))
     return kept
 
 
@@ -64,13 +62,12 @@ def _is_all(kept: KeptKeys) -> bool:
 def sees_all_kept(pattern: Pattern) -> bool:
     """Returns whether each query sees every key that was kept for it and for later queries, and sees it once."""
     every_query = all(branch.queries == "all" or branch.dilation == 1 for branch in pattern.branches)
-    one_phase = pattern.phase_by == "kv_head" or period_of(pattern) == 1
-    return every_query and one_phase and (pattern.overlap == "once" or len(pattern.branches) == 1)
+    return every_query and (pattern.overlap == "once" or len(pattern.branches) == 1)
 
 
-def count_kept(pattern: Pattern, phases: Sequence[int], length: int) -> int:
-    """Returns how many of the first `length` keys some later query sees, in a head with one of these phases."""
-    every = [kept for phase in phases for kept in kept_keys(pattern, phase, length)]
+def count_kept(pattern: Pattern, phase: int, length: int) -> int:
+    """Returns how many of the first `length` keys some later query sees, in a head with this phase."""
+    every = kept_keys(pattern, phase, length)
     spans = {(max(0, x.first), min(length, x.beyond), x.stride, x.residue) for x in every}
     ends = sorted({end for first, beyond, *_ in spans for end in (first, beyond) if first < beyond})
     return sum(
@@ -104,30 +101,22 @@ def _both(stride: int, residue: int, other: int, of_other: int) -> tuple[int, in
 
 
 def heads_of_patterns(
-    pattern: Pattern, group: int, num_kv_heads: int, first_kv_head: int = 0
-) -> Iterator[tuple[Pattern, tuple[int, ...], tuple[tuple[int, ...], ...]]]:
-    """Yields (pattern, key/value heads, the phases in each of them) for heads that have one pattern.
+    pattern: Pattern, num_kv_heads: int, first_kv_head: int = 0
+) -> Iterator[tuple[Pattern, tuple[int, ...], tuple[int, ...]]]:
+    """Yields (pattern, key/value heads, the phase of each) for heads that have one pattern.
 
-    Args:
-        group: the query heads that share a key/value head.
-        num_kv_heads: they are counted from `first_kv_head` on in the attention, and from 0 here.
+    Heads are counted from `first_kv_head` on in the attention, and from 0 here; equal phases are one number.
     """
     heads_of: dict[Pattern, list[int]] = {}
     for head in range(num_kv_heads):
         heads_of.setdefault(pattern.of_kv_head(first_kv_head + head), []).append(head)
     for own, heads in heads_of.items():
-        yield own, tuple(heads), tuple(_phases_of_head(own, first_kv_head + head, group) for head in heads)
-
-
-def _phases_of_head(pattern: Pattern, kv_head: int, group: int) -> tuple[int, ...]:
-    period = period_of(pattern)
-    if pattern.phase_by == "kv_head" or period == 1:
-        return (kv_head % period,)
-    return tuple(head % period for head in range(kv_head * group, (kv_head + 1) * group))
+        period = period_of(own)
+        yield own, tuple(heads), tuple((first_kv_head + head) % period for head in heads)
 
 
 @lru_cache(maxsize=256)
-def most_rows(pattern: Pattern, phases: Sequence[int], length: int) -> int:
+def most_rows(pattern: Pattern, phase: int, length: int) -> int:
     """Returns the most rows that a head's cache holds at once until it has `length` tokens, one of them new.
 
     Blocks are left behind at their ends, and dilated windows keep more or fewer rows in turn. So the most rows are shortly
@@ -141,13 +130,13 @@ def most_rows(pattern: Pattern, phases: Sequence[int], length: int) -> int:
     together = math.lcm(period, *widths)
     period = together if together <= _LONGEST_PERIOD else min(period, _LONGEST_PERIOD)
     after = {end - 1 - step for end in ends for step in range(period)}
-    return max(count_kept(pattern, phases, x) for x in after if 0 <= x < length) + 1 if length else 0
+    return max(count_kept(pattern, phase, x) for x in after if 0 <= x < length) + 1 if length else 0
 
 
-def cache_rows(pattern: Pattern, num_heads: int, num_kv_heads: int, length: int) -> int:
+def cache_rows(pattern: Pattern, num_kv_heads: int, length: int) -> int:
     """Returns the most rows of keys that a layer's `PatternCache` holds for a row of `length` tokens, over its key/value heads.
 
     Heads with the same pattern have as many rows as the one that needs the most.
     """
-    groups = heads_of_patterns(pattern, num_heads // num_kv_heads, num_kv_heads)
+    groups = heads_of_patterns(pattern, num_kv_heads)
     return sum(len(heads) * max(most_rows(own, x, length) for x in {*phases}) for own, heads, phases in groups)

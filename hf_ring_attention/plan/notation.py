@@ -4,11 +4,9 @@
     window:512+4                  a sliding window of 512 tokens, and the first 4 tokens
     pyramid:512,3                 `Pattern.pyramid(512, 3)`; then ratio and sinks: pyramid:512,3,2,0
     longnet:512/1,2048/4,all/8    `Pattern.longnet([512, 2048, None], [1, 4, 8])`
-    branches:sink=4,window=512,window=2048/4:dilated,segment=all/8@count@query_head
+    branches:sink=4,window=512,window=2048/4:dilated,segment=all/8@count
                                   any other pattern: each branch with its length, and its dilation and queries unless they
-                                  have their defaults; then the overlap, and the heads whose numbers set the phases
-    branches:sink=4,window=512,last=64
-                                  the same with the last 64 queries of a document, which see every key
+                                  have their defaults; then the overlap
     kv0,3-5=exact;kv1-2=window:512+4
                                   a pattern for each key/value head, by their numbers from 0 on
 
@@ -24,11 +22,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from .branches import BRANCHES, Branch, Counted, Segment, Sink, Window
+from .branches import BRANCHES, Branch, Segment, Sink, Window
 
-_BRANCH_FORMS = (
-    "sink=TOKENS, window=LENGTH[/DILATION][:QUERIES], segment=LENGTH[/DILATION][:QUERIES] or last=TOKENS, with commas"
-)
+_BRANCH_FORMS = "sink=TOKENS, window=LENGTH[/DILATION][:QUERIES] or segment=LENGTH[/DILATION][:QUERIES], with commas"
 #: By the word that a text begins with.
 _FORMS = {
     "exact": "exact",
@@ -39,11 +35,15 @@ _FORMS = {
 }
 _HEADS_FORM = "Each key/value head from 0 on has one pattern, for example kv0,3-5=exact;kv1-2=window:512+4"
 FORMS = (
-    f"{'; '.join(_FORMS.values())}. Behind each may stand @count or @once, and @query_head or @kv_head. For example "
+    f"{'; '.join(_FORMS.values())}. Behind each may stand @count or @once. For example "
     f"window:512+4, pyramid:512,3 or longnet:512/1,2048/4,all/8 (where key/value heads differ, kv0,3-5=exact;kv1-2=window:512)"
 )
-#: The words that may stand behind an @, each with the setting that it sets.
-_SETTINGS = {"count": "overlap", "once": "overlap", "kv_head": "phase_by", "query_head": "phase_by"}
+#: What went with version 0.3, and what a text says instead.
+_GONE = {
+    "last": "'last' went with version 0.3: give some heads or layers 'exact', whose queries see every key",
+    "query_head": "'@query_head' went with version 0.3: leave it out, and key/value heads set the phases",
+    "kv_head": "'@kv_head' went with version 0.3: leave it out, since key/value heads set the phases",
+}
 #: No model has more key/value heads, and each head that a text names takes memory.
 _MOST_HEADS = 65536
 #: No number that a pattern takes has more digits, and Python refuses to read thousands of them.
@@ -71,7 +71,7 @@ def read(text: str, patterns: Any) -> Any:
     try:
         if name == "exact" and colon:
             raise ValueError(f"'exact' takes nothing after it, got {shown(rest)}")
-        settings: dict[str, Any] = _settings(words)
+        settings = _settings(words)
         if name == "branches":
             return patterns(map(_branch, rest.split(",")), **settings)
         return replace(getattr(patterns, name)(*_READERS[name](rest)), **settings)
@@ -111,13 +111,12 @@ def _head_numbers(text: str) -> Iterator[int]:
 
 
 def _settings(words: Sequence[str]) -> dict[str, str]:
-    unknown = [word for word in words if word not in _SETTINGS]
-    if unknown:
-        raise ValueError(f"behind @ stands one of {', '.join(_SETTINGS)}, got {shown(unknown[0])}")
-    settings = {_SETTINGS[word]: word for word in words}
-    if len(settings) < len(words):
-        raise ValueError(f"two of @{' and @'.join(words)} set the same thing: write one of them")
-    return settings
+    for word in words:
+        if word not in ("count", "once"):
+            raise ValueError(_GONE.get(word, f"behind @ stands count or once, got {shown(word)}"))
+    if len(words) > 1:
+        raise ValueError(f"@{' and @'.join(words)} set the same thing: write one of them")
+    return {"overlap": words[0]} if words else {}
 
 
 def _window(rest: str) -> tuple[int, ...]:
@@ -144,14 +143,15 @@ _READERS: dict[str, Any] = {"exact": lambda _: (), "window": _window, "pyramid":
 def _branch(text: str) -> Branch:
     match = re.fullmatch(r"\s*(\w+)=(\w+)(?:/(\w+))?(?::(\w+))?\s*", text)
     if match is None or match.group(1) not in BRANCHES:
+        gone = _GONE.get(text.strip().split("=")[0])
         raise ValueError(
-            f"a branch such as sink=4, window=512, segment=2048/4 or last=64 was expected, got {shown(text)}"
+            gone or f"a branch such as sink=4, window=512 or segment=2048/4 was expected, got {shown(text)}"
         )
     name, length, dilation, queries = match.groups()
     kind: Any = BRANCHES[name]
     more: dict[str, Any] = {"dilation": _number(dilation)} if dilation else {}
     more |= {"queries": queries} if queries else {}
-    if more and issubclass(kind, Counted):
+    if more and kind is Sink:
         raise ValueError(f"{name} has a number of tokens and nothing else, got {shown(text)}")
     branch: Branch = kind(_length(length), **more)
     return branch
@@ -175,12 +175,11 @@ def shown(text: object) -> str:
     return repr(text) if not isinstance(text, str) or len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]!r}..."
 
 
-def write(branches: Sequence[Branch], overlap: str, phase_by: str) -> str:
+def write(branches: Sequence[Branch], overlap: str) -> str:
     """Returns the shortest text of a pattern; `read` reads it back."""
     text = _family(branches, overlap) or f"branches:{','.join(map(str, branches))}"
     usual = "count" if text.startswith("longnet") else "once"
-    text = text if overlap == usual else f"{text}@{overlap}"
-    return text if phase_by == "kv_head" else f"{text}@{phase_by}"
+    return text if overlap == usual else f"{text}@{overlap}"
 
 
 def write_heads(texts: Sequence[str]) -> str:

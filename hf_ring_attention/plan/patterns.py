@@ -18,7 +18,6 @@ from .branches import (
     BRANCH_TYPES,
     LARGEST,
     Branch,
-    Counted,
     Segment,
     Sink,
     Window,
@@ -27,8 +26,6 @@ from .branches import (
 )
 
 Overlap = Literal["count", "once"]
-
-PhaseBy = Literal["kv_head", "query_head"]
 
 _KINDS = ", ".join(kind.__name__ for kind in BRANCH_TYPES)
 
@@ -42,12 +39,11 @@ class Pattern:
         out(q) = sum_k m e^s v_k / sum_k m e^s        lse(q) = log sum_k m e^s
 
     Args:
-        branches: `Segment`, `Window`, `Sink` and `Last` objects, at least one of them a segment or window of dilation 1, so
+        branches: `Segment`, `Window` and `Sink` objects, at least one of them a segment or window of dilation 1, so
             that every query sees itself.
         overlap: "count" takes a key as often as branches show it, which mixes the branches by their softmax
             denominators, as LongNet does. "once" takes each visible key once; it asks for nested branches, each dilation
             dividing the next.
-        phase_by: whether a head's phase is the index of its key/value head or of the query head.
         kv_heads: the pattern of each key/value head, for all query heads that share it, in place of branches:
             `by_kv_head` makes it.
 
@@ -68,7 +64,6 @@ class Pattern:
 
     branches: tuple[Branch, ...]
     overlap: Overlap = "once"
-    phase_by: PhaseBy = "kv_head"
     kv_heads: tuple[Pattern, ...] = ()
     _num_kv_heads: int | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -90,7 +85,6 @@ class Pattern:
             if not isinstance(branch, BRANCH_TYPES):
                 raise ValueError(f"Pattern: a branch must be one of {_KINDS}, got {branch!r}")
         check_choice("Pattern", "overlap", self.overlap, ("count", "once"))
-        check_choice("Pattern", "phase_by", self.phase_by, ("kv_head", "query_head"))
         dilated = [branch for branch in branches if isinstance(branch, (Segment, Window))]
         if all(branch.dilation != 1 for branch in dilated):
             raise ValueError(
@@ -107,9 +101,9 @@ class Pattern:
                     )
 
     def _check_kv_heads(self) -> None:
-        if self.branches or (self.overlap, self.phase_by) != ("once", "kv_head"):
+        if self.branches or self.overlap != "once":
             raise ValueError(
-                "Pattern: with kv_heads, each head's pattern has the branches, overlap and phase_by: leave them out, or use "
+                "Pattern: with kv_heads, each head's pattern has the branches and overlap: leave them out, or use "
                 "Pattern.by_kv_head"
             )
         heads = tuple(self.kv_heads)
@@ -226,39 +220,20 @@ class Pattern:
         windows = (Window(window * ratio**level, ratio**level) for level in range(levels))
         return cls((*_sinks("Pattern.pyramid", sinks), *windows))
 
-    def phase(self, head: int, *, num_heads: int, num_kv_heads: int) -> int:
-        """Returns the phase of a query head: the index of its key/value head or of itself, by `phase_by`."""
-        kv_head = head // (num_heads // num_kv_heads)
-        return kv_head if self.of_kv_head(kv_head).phase_by == "kv_head" else head
-
     def multiplicity(
-        self,
-        query: int,
-        key: int,
-        *,
-        head: int,
-        num_heads: int,
-        num_kv_heads: int,
-        causal: bool = True,
-        document_length: int | None = None,
+        self, query: int, key: int, *, head: int, num_heads: int, num_kv_heads: int, causal: bool = True
     ) -> int:
         """Returns how often the key at position `key` counts for the query at position `query` of the same document.
 
         This is the definition, by brute force: the number of branches that show the key (`overlap="count"`) or 1 if any
-        does (`"once"`); 0 for a later key under `causal`.
-
-        Args:
-            document_length: tokens of the document; only patterns with a `Last` depend on it.
-
-        Raises:
-            ValueError: a pattern with a `Last`, and no document_length.
+        does (`"once"`); 0 for a later key under `causal`. A head's phase is the index of its key/value head.
         """
         if causal and key > query:
             return 0
-        phase = self.phase(head, num_heads=num_heads, num_kv_heads=num_kv_heads)
-        own = self.of_kv_head(head // (num_heads // num_kv_heads))
-        count = sum(branch.shows(query, key, phase, document_length) for branch in own.branches)
-        return count if own.overlap == "count" else min(count, 1)
+        kv_head = head // (num_heads // num_kv_heads)
+        pattern = self.of_kv_head(kv_head)
+        count = sum(branch.shows(query, key, kv_head) for branch in pattern.branches)
+        return count if pattern.overlap == "count" else min(count, 1)
 
     def flop_share(
         self, seq_len: int, *, num_heads: int | None = None, num_kv_heads: int | None = None, causal: bool = True
@@ -291,9 +266,7 @@ class Pattern:
             return tuple(own.exact_lengths[0] for own in self.kv_heads)
         if self.overlap == "count" and len(self.branches) > 1:
             return (0,)
-        lengths = [
-            x.tokens if isinstance(x, Counted) else x.length or math.inf for x in self.branches if x.dilation == 1
-        ]
+        lengths = [x.tokens if isinstance(x, Sink) else x.length or math.inf for x in self.branches if x.dilation == 1]
         return (max(lengths),)
 
     def within(self, length: int) -> Pattern:
@@ -311,7 +284,7 @@ class Pattern:
         """Returns the pattern's text, such as "pyramid:512,3"; `parse` reads it back."""
         if self.kv_heads:
             return notation.write_heads([str(pattern) for pattern in self.kv_heads])
-        text = notation.write(self.branches, self.overlap, self.phase_by)
+        text = notation.write(self.branches, self.overlap)
         return notation.write_heads([text] * self.num_kv_heads) if self.num_kv_heads else text
 
     @classmethod

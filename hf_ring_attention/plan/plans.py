@@ -37,7 +37,6 @@ class TileBatch(NamedTuple):
     """Tiles of one shape; no two of them share a query row of a head."""
 
     visit: tuple[int, int]  # no two tiles of one visit and shape share a query row of a head, even in different batches
-    per_query_head: bool  # whether items name query heads, not key/value heads with their groups
     shape: Shape
     num_queries: int  # the query rows of a tile; with folds, the first rows of folds
     fold_size: int  # the rows of a fold (`plan/tiles.py`); a tile has `num_queries` * `fold_size` query rows
@@ -48,8 +47,7 @@ class TileBatch(NamedTuple):
 
     def rows(self, group: int) -> int:
         """Returns the rows of queries, of all their heads, and of keys."""
-        queries = self.num_queries * self.fold_size * (1 if self.per_query_head else group)
-        return (queries + self.num_keys) * self.num_tiles
+        return (self.num_queries * self.fold_size * group + self.num_keys) * self.num_tiles
 
     def like(self, longest: TileBatch) -> TileBatch:
         """Returns the tiles padded to the lengths of longer tiles."""
@@ -58,7 +56,7 @@ class TileBatch(NamedTuple):
     def pairs(self, group: int) -> int:
         """Returns the query-key pairs over all batch rows and query heads; `group` of these share a key/value head."""
         tile = pairs_of_tile(self.shape, self.num_queries, self.num_keys)
-        return tile * self.fold_size * self.num_tiles * (1 if self.per_query_head else group)
+        return tile * self.fold_size * self.num_tiles * group
 
     @property
     def num_tiles(self) -> int:
@@ -72,7 +70,7 @@ class TileBatch(NamedTuple):
         tiles share a query row. The result is the first tile's query row and key row, the number of tiles, and their distance.
         """
         everything = tuple(range(num_batch_rows)), tuple(heads), 1
-        if self.per_query_head or self.fold_size > 1:
+        if self.fold_size > 1:
             return None
         if any((item.batch_rows, item.heads, item.copies) != everything for item in self.items):
             return None
@@ -125,12 +123,11 @@ def tiles_from(problem: Problem, rank: int, source: int) -> tuple[TileBatch, ...
     return _batches(problem, lambda _: queries, lambda _: keys)
 
 
-def of_heads(batches: tuple[TileBatch, ...], kv_heads: range, group: int) -> tuple[TileBatch, ...]:
-    """Returns the batches without tiles of other key/value heads; each has `group` query heads."""
+def of_heads(batches: tuple[TileBatch, ...], kv_heads: range) -> tuple[TileBatch, ...]:
+    """Returns the batches without tiles of other key/value heads."""
     some = []
     for batch in batches:
-        size = group if batch.per_query_head else 1
-        heads_of_items = [tuple(head for head in item.heads if head // size in kv_heads) for item in batch.items]
+        heads_of_items = [tuple(head for head in item.heads if head in kv_heads) for item in batch.items]
         items = tuple(item._replace(heads=heads) for item, heads in zip(batch.items, heads_of_items) if heads)
         if items:
             some.append(batch._replace(items=items))
@@ -145,8 +142,7 @@ def _batches(
     problem: Problem, queries: Callable[[int], _Pieces], keys: Callable[[int], _Pieces]
 ) -> tuple[TileBatch, ...]:
     """Returns the tiles of the queries against the keys; both are pieces of a batch row."""
-    heads = problem.num_heads, problem.num_kv_heads
-    others = problem.causal, problem.first_head, problem.first_kv_head
+    heads = problem.num_kv_heads, problem.causal, problem.first_kv_head
     limits, branches_below = sorted(problem.pattern.exact_lengths), dict[int, tuple[BranchOfPhase, ...]]()
     items: dict[TileBatch, list[Item]] = {}  # by their batch without items
     for documents, batch_rows in problem.row_classes:
@@ -157,13 +153,12 @@ def _batches(
                 continue
             below = bisect.bisect_left(limits, stop - start)
             if below not in branches_below:
-                branches_below[below] = branches_of(problem.pattern.within(stop - start), *heads, *others)
+                branches_below[below] = branches_of(problem.pattern.within(stop - start), *heads)
             for tile in tile_document(branches_below[below], stop - start, query_runs, key_runs):
                 # A single fold of n rows is written as n tiles of one row, so that single folds of any size have one shape.
                 single = len(tile.queries) == 1
                 batch = TileBatch(
                     visit=(tile.branch, tile.part),
-                    per_query_head=tile.per_query_head,
                     shape=tile.shape,
                     num_queries=len(tile.queries),
                     fold_size=1 if single else tile.fold_size,

@@ -9,7 +9,6 @@ from functools import cached_property, lru_cache
 from operator import index
 
 from .layouts import RowPieces, SequenceLayout
-from .parts import fewest_last
 from .patterns import Pattern
 
 
@@ -84,16 +83,6 @@ def _check_order(layout: SequenceLayout, documents: Documents) -> None:
                     ends[number] = piece.stop
 
 
-def check_last(pattern: Pattern, num_queries: int, before: int) -> None:
-    """Refuses more queries behind `before` tokens in a cache than a pattern has last ones: the result would depend on cuts."""
-    last = fewest_last(pattern) if before else None
-    if last is not None and last < num_queries:
-        raise ValueError(
-            f"{pattern} shows every key to the last {last} queries of a document, got {num_queries} behind "
-            f"{before} tokens: pass the whole row at once (no prefill_chunk_size), or at most {last} tokens"
-        )
-
-
 @dataclass(frozen=True)
 class RingSettings:
     """How rows travel round a ring; the defaults were measured, and all ranks must have the same."""
@@ -116,7 +105,7 @@ class RingSettings:
 class Problem:
     """One attention call as all ranks see it: the values that decide the tiles, and nothing else.
 
-    If these heads are some of the attention's, their first ones have numbers among all heads, since phases depend on them.
+    If these heads are some of the attention's, the first one has its number among all heads, since phases depend on it.
     """
 
     pattern: Pattern
@@ -128,7 +117,6 @@ class Problem:
     causal: bool = True
     held: HeldKeys | None = None  # keys of a cache; None if queries and keys are the same tokens, sharded alike
     settings: RingSettings = RingSettings()
-    first_head: int = 0
     first_kv_head: int = 0
 
     def __post_init__(self) -> None:
@@ -144,8 +132,6 @@ class Problem:
                 f"the layout was made for the documents of {len(self.layout.rows)} batch rows, and there are "
                 f"{len(self.documents)}: make it by ring.layout_for(seq_len, pattern, documents=...) for this batch"
             )
-        if self.held is not None:
-            check_last(self.pattern, self.held.num_queries, self.held.row_len - self.held.num_queries)
         if self.layout.rows:
             _check_order(self.layout, self.documents)
 

@@ -138,7 +138,7 @@ def _needs(problem: Problem, rank: int) -> tuple[KeyRows, ...]:
             lowest = item.key_row + min(0, (batch.num_keys - 1) * batch.key_stride)
             rows = _comb(abs(batch.key_stride), batch.num_keys) << lowest
             first = number[item.batch_rows] * problem.num_kv_heads
-            for head in {head // problem.group if batch.per_query_head else head for head in item.heads}:
+            for head in item.heads:
                 sets[first + head] |= rows
     known: dict[tuple[int, int], list[int]] = {}  # Heads often need the same.
     by_source = []

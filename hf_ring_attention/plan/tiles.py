@@ -38,7 +38,6 @@ from typing import Literal, NamedTuple
 
 from .branches import Branch
 from .intervals import Piece, Progression, Region, Run, borders_of, covering, progressions, regions_of
-from .parts import Part, parts_of
 from .patterns import Pattern
 
 #: Query number i of a tile sees all keys; keys 0 to i; or keys i to i + (number of keys - number of queries).
@@ -56,8 +55,7 @@ class Tile:
     branch: int  # a number of the branch that made it
     #: Tiles of one branch and part that have the same shape, and rows in the same order, share no query row of a head.
     part: int
-    heads: tuple[int, ...]  # key/value heads, each with its whole group of query heads; query heads if `per_query_head`
-    per_query_head: bool
+    heads: tuple[int, ...]  # key/value heads, each with its whole group of query heads
     queries: range
     #: The rows of a fold: each row of `queries` and the `fold_size` - 1 rows after it see the same keys. 1 without folds.
     fold_size: int
@@ -211,19 +209,15 @@ class BranchOfPhase:
     """A branch in the heads of one phase, made once for all documents.
 
     Attributes:
-        number, branch: the number of the branch in its part of the pattern, and among all parts.
-        heads: query heads if `per_query_head`, else key/value heads.
+        number: the number of the branch in its pattern.
+        heads: key/value heads.
         fold_starts: the residues of queries where folds begin, ascending; empty for every residue, None without folds.
     """
 
-    def __init__(
-        self, part: Part, number: int, residue: int, heads: tuple[int, ...], per_query_head: bool, causal: bool
-    ) -> None:
-        pattern, branch = part.pattern, part.pattern.branches[number]
+    def __init__(self, pattern: Pattern, number: int, residue: int, heads: tuple[int, ...], causal: bool) -> None:
+        branch = pattern.branches[number]
         self.pattern, self.number, self.causal = pattern, number, causal
-        self.queries, self.branch = part.queries, part.first_branch + number
-        self.dilation = branch.dilation
-        self.residue, self.heads, self.per_query_head = residue, heads, per_query_head
+        self.dilation, self.residue, self.heads = branch.dilation, residue, heads
         self.fold_starts = None
         if branch.dilation > 1 and branch.queries == "all":
             self.fold_starts = self._fold_starts(branch)
@@ -252,7 +246,6 @@ class BranchOfPhase:
 
     def folds(self, queries: Sequence[Run], length: int) -> list[_Folds]:
         """Returns the query rows that take part, of a document of `length` tokens, as folds; without folds, one row each."""
-        queries = self.queries.of_runs(queries, length)
         if self.fold_starts is None:
             return [(rows, 1) for rows in progressions(queries, self.dilation, self.residue)]
         return list(_folds(queries, self.dilation, self.fold_starts or range(min(self.dilation, length))))
@@ -267,9 +260,7 @@ class BranchOfPhase:
 
 
 @lru_cache(maxsize=64)
-def branches_of(
-    pattern: Pattern, num_heads: int, num_kv_heads: int, causal: bool, first_head: int = 0, first_kv_head: int = 0
-) -> tuple[BranchOfPhase, ...]:
+def branches_of(pattern: Pattern, num_kv_heads: int, causal: bool, first_kv_head: int = 0) -> tuple[BranchOfPhase, ...]:
     """Returns the branches in their order, each for every phase that a head has.
 
     Branches of heads with different patterns have the same numbers, so that their tiles of one shape make one batch.
@@ -277,22 +268,16 @@ def branches_of(
     kv_heads_of: dict[Pattern, list[int]] = {}
     for kv_head in range(num_kv_heads):
         kv_heads_of.setdefault(pattern.of_kv_head(first_kv_head + kv_head), []).append(kv_head)
-    group, branches = num_heads // num_kv_heads, []
+    branches = []
     for own, kv_heads in kv_heads_of.items():
-        # A key/value head with one query head here may have more query heads among all: the phase is the number among all.
-        first = first_head if own.phase_by == "query_head" else first_kv_head
-        for part, number in ((x, i) for x in parts_of(own) for i in range(len(x.pattern.branches))):
-            dilation = part.pattern.branches[number].dilation
-            per_query_head = dilation > 1 and own.phase_by == "query_head" and group > 1
+        for number, branch in enumerate(own.branches):
             heads_of: dict[int, list[int]] = {}
             for kv_head in kv_heads:
-                for head in range(kv_head * group, (kv_head + 1) * group) if per_query_head else [kv_head]:
-                    heads_of.setdefault((first + head) % dilation, []).append(head)
+                heads_of.setdefault((first_kv_head + kv_head) % branch.dilation, []).append(kv_head)
             branches += [
-                BranchOfPhase(part, number, residue, tuple(heads), per_query_head, causal)
-                for residue, heads in heads_of.items()
+                BranchOfPhase(own, number, residue, tuple(heads), causal) for residue, heads in heads_of.items()
             ]
-    return tuple(sorted(branches, key=lambda branch: branch.branch))
+    return tuple(sorted(branches, key=lambda branch: branch.number))
 
 
 def _folds(runs: Sequence[Run], dilation: int, starts: Sequence[int]) -> Iterator[_Folds]:
@@ -344,10 +329,9 @@ def tile_document(
                     for query_numbers, key_numbers, shape in _shapes(trapezoid):
                         tiles.append(
                             Tile(
-                                branch=branch.branch,
+                                branch=branch.number,
                                 part=part,
                                 heads=branch.heads,
-                                per_query_head=branch.per_query_head,
                                 queries=_slice(rows, query_numbers),
                                 fold_size=size,
                                 keys=_slice(key_group, key_numbers),

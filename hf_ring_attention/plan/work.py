@@ -6,11 +6,9 @@ import bisect
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 from .branches import Segment
 from .intervals import Run
-from .parts import ALL, QueryRange, parts_of
 from .patterns import Pattern
 from .tiles import branches_of, pairs_of_tile, tile_document
 
@@ -20,19 +18,19 @@ _GROWTH = 1.12
 _MOST_SEGMENTS = 128
 
 
-class _Share(NamedTuple):
-    """The pairs that some queries of each causal document have under some patterns, on average over all heads.
+@dataclass(frozen=True)
+class Pairs:
+    """The query-key pairs of a head in causal documents, on average over the heads.
 
     `means` are the keys of a query in documents of some lengths, ascending from 0. Between these they are interpolated
     linearly, which is right for exact attention.
     """
 
-    queries: QueryRange
     lengths: tuple[int, ...]
     means: tuple[float, ...]
 
-    def of_first(self, tokens: int) -> float:
-        """Returns the pairs of a document's first tokens, as if all of them were among the queries."""
+    def of_document(self, tokens: int) -> float:
+        """Returns the pairs of a document of so many tokens, or of a longer document's first ones."""
         right = bisect.bisect_left(self.lengths, tokens)
         if right == len(self.lengths):  # Beyond the last length, every query sees the average number of keys.
             return self.means[-1] * tokens
@@ -42,28 +40,9 @@ class _Share(NamedTuple):
         share = (tokens - self.lengths[left]) / (self.lengths[right] - self.lengths[left])
         return (self.means[left] + share * (self.means[right] - self.means[left])) * tokens
 
-
-@dataclass(frozen=True)
-class Pairs:
-    """The query-key pairs of a head in causal documents, on average over the heads."""
-
-    shares: tuple[_Share, ...]  # add up to the work: one of all queries, unless a document's last queries see more keys
-
-    def of_document(self, tokens: int) -> float:
-        """Returns the pairs of a document of so many tokens."""
-        return self.of_tokens(0, tokens, tokens)
-
-    def of_tokens(self, start: int, stop: int, length: int) -> float:
-        """Returns the pairs of tokens [start, stop) of a document of `length` tokens."""
-        work = 0.0
-        for share in self.shares:
-            first, beyond = start, stop
-            if share.queries is not ALL:
-                positions = share.queries.of_document(length)
-                first, beyond = max(start, positions.start), min(stop, positions.stop)
-            if first < beyond:
-                work += share.of_first(beyond) - share.of_first(first)
-        return work
+    def of_tokens(self, start: int, stop: int) -> float:
+        """Returns the pairs of tokens [start, stop) of a document."""
+        return self.of_document(stop) - self.of_document(start) if start < stop else 0.0
 
 
 def work_under(pattern: Pattern, most_tokens: int) -> Pairs:
@@ -73,15 +52,7 @@ def work_under(pattern: Pattern, most_tokens: int) -> Pairs:
 
 @lru_cache(maxsize=32)
 def _work_up_to(pattern: Pattern, most_tokens: int) -> Pairs:
-    patterns_of: dict[QueryRange, list[Pattern]] = {}
-    heads = pattern.kv_heads or (pattern,)
-    for part in (part for own in heads for part in parts_of(own)):
-        patterns_of.setdefault(part.queries, []).append(part.pattern)
-    return Pairs(tuple(_share(*share, len(heads), most_tokens) for share in patterns_of.items()))
-
-
-def _share(queries: QueryRange, patterns: list[Pattern], heads: int, most_tokens: int) -> _Share:
-    """Returns the pairs under these patterns, added up and divided by the number of heads."""
+    patterns = pattern.kv_heads or (pattern,)
     lengths = [0, *range(1, min(16, most_tokens) + 1)]
     while lengths[-1] < most_tokens:
         lengths.append(min(most_tokens, math.ceil(lengths[-1] * _GROWTH)))
@@ -92,14 +63,12 @@ def _share(queries: QueryRange, patterns: list[Pattern], heads: int, most_tokens
         if most_tokens // segment <= _MOST_SEGMENTS:
             lengths += range(segment, most_tokens, segment)
     lengths = sorted(set(lengths))
-    means = (_pairs_of_document(patterns, length) / heads / length if length else 0.0 for length in lengths)
-    return _Share(queries, tuple(lengths), tuple(means))
+    pairs = {length: _pairs_of_document(patterns, length) / len(patterns) for length in lengths[1:]}
+    return Pairs(tuple(lengths), (0.0, *(pairs[length] / length for length in lengths[1:])))
 
 
-def _pairs_of_document(patterns: list[Pattern], length: int) -> float:
+def _pairs_of_document(patterns: tuple[Pattern, ...], length: int) -> float:
     """Returns the pairs of a causal document, one head for each pattern, without a plan, since nobody would use it again."""
     rows, heads = [Run(0, 0, length)], len(patterns)
-    tiles = tile_document(
-        branches_of(Pattern((), kv_heads=tuple(patterns)), heads, heads, causal=True), length, rows, rows
-    )
+    tiles = tile_document(branches_of(Pattern((), kv_heads=patterns), heads, causal=True), length, rows, rows)
     return sum(pairs_of_tile(t.shape, len(t.queries), len(t.keys)) * t.fold_size * len(t.heads) for t in tiles)

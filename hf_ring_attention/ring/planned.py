@@ -143,10 +143,10 @@ class Planned:
         self.ring, self.call = ring, call
         (_, dtype, device), widths = call.q, (call.q.shape[-1], call.v.shape[-1])
         self.problem = problem = _problem(call, ring)
-        by_query_head = any(own.phase_by == "query_head" for own in call.pattern.kv_heads or (call.pattern,))
-        groups = (problem.group, 1) if by_query_head and problem.group > 1 else (problem.group,)
         tiles, notes = tile_kinds(problem, ring.rank), ring.note_kernel
-        self.kernel = choose_kernel(device, dtype, *widths, call.softcap, call.outside.kernel, tiles, notes, groups)
+        self.kernel = choose_kernel(
+            device, dtype, *widths, call.softcap, call.outside.kernel, tiles, notes, problem.group
+        )
         # Masks are -inf, which only a factor above 0 leaves as it is.
         if call.scale is not None and not call.scale > 0:
             raise ValueError(f"ring_attention: scale must be above 0, or None for D ** -0.5, got {call.scale!r}")
@@ -320,6 +320,5 @@ def _problem(call: Call, ring: Ring) -> Problem:
         causal=call.causal,
         held=held,
         settings=replace(call.outside.ring, may_exchange_heads=False) if call.in_graph else call.outside.ring,
-        first_head=shard * heads,
         first_kv_head=shard * kv_heads,
     )

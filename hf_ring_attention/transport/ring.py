@@ -87,7 +87,7 @@ def _lap_steps(problem: Problem, rank: int, device: torch.device, joining: Hasha
         sent = payload_of(lap.hop(following, number) if number else None, "rows")
         home = payload_of(route[number - 1] if 1 <= number <= len(route) else None, "finished")
         arriving = payload_of(here, "rows")
-        tiles = of_heads(tiles_from(problem, rank, source), heads, binder.group) if here or not number else ()
+        tiles = of_heads(tiles_from(problem, rank, source), heads) if here or not number else ()
         work = _with_payload(binder, tiles, heads, arriving) if number else binder.own(tiles, heads)
         steps.append(
             RingStep(

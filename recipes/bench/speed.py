@@ -45,7 +45,6 @@ def mask_of(pattern: ra.Pattern, group: int) -> Callable[..., Tensor]:
         raise ValueError("a mask is written for windows and sinks alone")
     if pattern.kv_heads or (pattern.overlap == "count" and len(pattern.branches) > 1):
         raise ValueError("a mask can neither count a key twice nor differ by head")
-    group = group if pattern.phase_by == "kv_head" else 1
     sinks = max((branch.tokens for branch in pattern.branches if isinstance(branch, ra.Sink)), default=0)
     rules = [(branch.length, branch.dilation) for branch in windows]  # torch.compile makes constants of tuples.
 

@@ -41,12 +41,11 @@ def alone(ended):
 
 
 def test_one_process(alone, tmp_path):
-    """And last queries see every key, also in generation."""
-    status, printed, _ = alone("--pattern", "branches:window=4,last=3", "--json", str(tmp_path / "found.json"))
+    status, printed, _ = alone("--pattern", "window:4+3", "--json", str(tmp_path / "found.json"))
     found = texts(printed)
     assert status == 0 and [*found] == [*BEFORE, "model", "oracle local", *AFTER], printed
     assert json.loads((tmp_path / "found.json").read_text()) == found
-    assert found["model"] == "a tiny llama, float32, pattern branches:window=4,last=3"
+    assert found["model"] == "a tiny llama, float32, pattern window:4+3"
     assert re.fullmatch(r"tiny llama: 3 tokens after a prefill, \d+e[-+]\d+ from one process's", found["generation"])
     assert re.fullmatch(r"outputs and gradients off by at most \d+% of their bounds; kernel \w+", found["oracle local"])
 

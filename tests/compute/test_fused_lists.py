@@ -137,7 +137,7 @@ def test_some_key_value_heads(rng):
     """A lap of a ring may have some of the heads alone."""
     for _ in range(10):
         case = random_case(rng, max_len=24, heads=(6, 3))
-        batches = of_heads(own_tiles(case), range(rng.randrange(3), 3), 2)
+        batches = of_heads(own_tiles(case), range(rng.randrange(3), 3))
         sizes = Sizes(case.batch, 6, 3, case.seq_len, case.seq_len)
         check(batches, sizes, random_settings_of_kernels(rng), rng, complete=False)
 
@@ -165,7 +165,7 @@ def test_few_keys_of_many_queries_are_cut():
 
 @pytest.mark.parametrize(
     ("text", "slots"),
-    [("window:7", 0), ("exact", 0), ("branches:segment=9", 0), ("window:5+2", 16), ("branches:window=5,last=3", None)],
+    [("window:7", 0), ("exact", 0), ("branches:segment=9", 0), ("window:5+2", 16), ("longnet:all/1,all/1", None)],
 )
 def test_each_key_row_is_written_once(text, slots):
     """Also the rows of padding, whose gradients are 0, and sinks that many queries see, whose gradients are sums."""

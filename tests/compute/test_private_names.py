@@ -48,7 +48,6 @@ def set_z3_leaf_module(model, flag):
 
 CHECKS = {library: partial(private.check, library) for library in private.PROBED} | {
     "torch.compile": lambda: private.compiled_module(OptimizedModule()),
-    "transformers.generate": private.prompt_is_cut,
     "trl": lambda: private.check_trl(GRPOTrainer),
     "lm_eval": lambda: private.check("lm_eval", {"HFLM": HarnessModel}),
     "deepspeed": lambda: private.check("deepspeed", {"deepspeed.utils.set_z3_leaf_module": set_z3_leaf_module}),

@@ -250,17 +250,6 @@ def cuda_facts(monkeypatch):
     return faults
 
 
-def test_kernels_are_tried_with_the_heads_of_their_programs(monkeypatch):
-    """Programs of a pattern whose phases go by query heads may have one head each."""
-    groups, choose = [], planned.choose_kernel
-    monkeypatch.setattr(planned, "choose_kernel", lambda *call: groups.append(call[8]) or choose(*call))
-    q, k = torch.randn(1, 6, 12, 8), torch.randn(1, 2, 12, 8)
-    by_query_head = ra.Pattern((ra.Window(4), ra.Segment(8, 2)), phase_by="query_head")
-    for pattern in ("longnet:4/1,8/2", by_query_head, ra.Pattern.by_kv_head([ra.Pattern.exact(), by_query_head])):
-        ra.ring_attention(q, k, k, pattern=pattern)
-    assert groups == [(3,), (3, 1), (3, 1)]
-
-
 def test_a_refused_kernel_is_named_and_the_next_one_taken(cuda_facts):
     noted = {}
 
@@ -302,16 +291,16 @@ def test_only_the_chosen_kernel_is_proved_and_the_next_if_it_fails(cuda_facts, m
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
     kernels._kernel.cache_clear()
 
-    def chosen(tiles, softcap=None, groups=(4,)):
+    def chosen(tiles, softcap=None, group=4):
         proved.clear()
         call = torch.device("cuda"), torch.bfloat16, 64, 64, softcap, "auto", tiles
-        return kernels.choose_kernel(*call, groups=groups).name, [*proved]
+        return kernels.choose_kernel(*call, group=group).name, [*proved]
 
     whole = TILES["whole exact"]._replace(rows=4096)
     for tiles, name in [(ANY_TILES, "fused"), (whole, "cudnn"), (TileKinds(few_queries=True), "flash")]:
         assert chosen(tiles) == (name, [name])
     assert chosen(ANY_TILES, 2.0) == ("fused", ["fused"])
-    assert chosen(ANY_TILES, groups=(4, 1)) == ("fused", ["fused", "fused"])
+    assert chosen(ANY_TILES, group=1) == ("fused", ["fused"])
     cuda_facts["cudnn"] = "out is off"
     assert chosen(whole) == ("flash", ["cudnn", "flash"])
     kernels._kernel.cache_clear()

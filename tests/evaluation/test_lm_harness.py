@@ -13,7 +13,7 @@ from tests.support.training import process_environment
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install lm-eval")
 
-WINDOW, LAST = "window:8+2", "branches:sink=2,window=8,last=6"
+WINDOW = "window:8+2"
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +76,6 @@ def _alone(rank, folder):
         "exact": _answers(folder, "ring_dilated"),
         "hf, chat": _answers(folder, "hf", chat=True, attn_implementation="sdpa"),
         WINDOW: _answers(folder, "ring_dilated", pattern=WINDOW),
-        LAST: _answers(folder, "ring_dilated", pattern=LAST, batch_size=1),
-        "last, in batches": _answers(folder, "ring_dilated", pattern=LAST),
         "calibrated": _answers(folder, "ring_dilated", pattern=calibration),
         "command": folder / "command",
     }
@@ -126,13 +124,6 @@ def test_the_pattern_decides_the_answers_and_is_in_the_results(alone):
     assert alone["calibrated"][2]["pattern_of_layers"] == {"0": WINDOW, "1": WINDOW}
 
 
-def test_a_row_ends_where_it_ends_in_any_batch(alone):
-    """Padding behind it must not be the last tokens to which every key is shown."""
-    same(alone["last, in batches"][0], alone[LAST][0])
-    with pytest.raises(AssertionError):
-        same(alone[LAST][0], alone[WINDOW][0])
-
-
 def test_the_command_writes_the_figures(alone):
     [written] = Path(alone["command"]).rglob("results_*.json")
     results = json.loads(written.read_text(encoding="utf-8"))
@@ -148,7 +139,6 @@ ON_RINGS = {
     "hf": {"batch_size": 2},
     WINDOW: {"batch_size": 1, "pattern": WINDOW, "logits_at_once": 3},
     "hf, chat": {"chat": True, "ring_transport": "ring"},
-    LAST: {"batch_size": 2, "pattern": LAST},
 }
 
 
@@ -158,19 +148,14 @@ def _on_rings(rank, folder, processes, ring_size, names):
 
 
 @pytest.mark.parametrize(
-    ("processes", "ring_size", "names"), [(2, 2, ["hf", "hf, chat", WINDOW, LAST]), (4, 4, [WINDOW]), (4, 2, ["hf"])]
+    ("processes", "ring_size", "names"), [(2, 2, ["hf", "hf, chat", WINDOW]), (4, 4, [WINDOW]), (4, 2, ["hf"])]
 )
 def test_rings_answer_as_one_process_does(folder, alone, processes, ring_size, names):
     """Several rings answer different requests, and no process but the first has figures."""
     answers, *others = run_ranks(_on_rings, processes, folder, processes, ring_size, names)
     assert others == [[None] * len(names)] * (processes - 1)
     for (samples, _, config), name in zip(answers, names, strict=True):
-        expected = alone[name][0]
-        if name == LAST:  # A ring prefills a prompt without its last token, so generated texts see other keys.
-            texts = [task for task in KINDS if numbers_and_texts(expected[task])[1]]
-            samples = samples | {task: expected[task] for task in texts}
-            assert 0 < len(texts) < len(KINDS)
-        same(samples, expected)
+        same(samples, alone[name][0])
         assert (config["ring"]["size"], config["ring"]["rings"]) == (ring_size, processes // ring_size)
 
 

@@ -13,7 +13,6 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
 import hf_ring_attention as ra
-from hf_ring_attention.compute.private import prompt_is_cut
 from hf_ring_attention.hf.model.config import warn_once
 from hf_ring_attention.hf.model.wrappers import _warn_of_lost_ring, cache_argument, cache_in
 from hf_ring_attention.plan.kept import cache_rows
@@ -97,7 +96,6 @@ def test_generate_uses_it_by_itself(caplog):
         ("window:4+2", {}, ra.PatternCache),
         ("kv0=exact;kv1=window:4", {}, ra.PatternCache),
         ("exact", {}, DynamicCache),
-        ("branches:window=4,last=3", {}, DynamicCache),
         ("window:4+2", {"cache_implementation": "dynamic"}, DynamicCache),
         ("window:4+2", {"use_cache": False}, type(None)),
     ],
@@ -139,7 +137,7 @@ def test_bytes_follow_the_formula(pattern):
     config, before = model.config, cache.nbytes
     for n in range(101, 300):
         step(model, ids_of(2, 1, seed=n), cache)
-        rows = cache_rows(ra.Pattern.parse(pattern), config.num_attention_heads, config.num_key_value_heads, n)
+        rows = cache_rows(ra.Pattern.parse(pattern), config.num_key_value_heads, n)
         expected = rows * config.num_hidden_layers * 2 * 2 * config.head_dim * 4
         # A prompt that ends in a block does not hold the rows of blocks before.
         assert cache.nbytes / expected < 1.05, n
@@ -499,20 +497,6 @@ def test_other_models_and_patterns():
         refused(said, step, model, ids[:, :1], cache)
     said = "it serves calls of a patched model: call the model, not its layers"
     refused(said, ra.PatternCache(model).update, ids, ids, 0)
-
-
-def test_last_queries():
-    """They see all keys, so all are kept; a prompt in pieces is refused as with a whole cache."""
-    model, ids = llama("branches:window=3,last=4"), ids_of(1, 20)
-    cache, whole = ra.PatternCache(model), DynamicCache()
-    for start, stop in ((0, 12), (12, 13), (13, 17)):
-        found, expected = (step(model, ids[:, start:stop], x) for x in (cache, whole))
-        assert distance(found, expected) <= EXACT
-    assert cache.num_rows == 17
-    for x in (cache, whole):
-        refused("shows every key to the last 4 queries of a document, got 5", step, model, ids[:, 12:17], x)
-    refused("prefill_chunk_size cuts the prompt", greedy, model, ids, ra.PatternCache(model), prefill_chunk_size=5)
-    assert not prompt_is_cut()
 
 
 def test_the_types_of_random_cases_exist():

@@ -42,7 +42,7 @@ def query_rows(batch, group):
     nq, nk = batch.num_queries, batch.num_keys
     for item in batch.items:
         for batch_row, number, copy in itertools.product(item.batch_rows, item.heads, range(item.copies)):
-            heads = [number] if batch.per_query_head else range(number * group, (number + 1) * group)
+            heads = range(number * group, (number + 1) * group)
             for head, i, fold in itertools.product(heads, range(nq), range(batch.fold_size)):
                 seen = {"full": range(nk), "causal": range(i + 1), "band": range(i, i + nk - nq + 1)}[batch.shape]
                 row = item.query_row + copy + fold + i * batch.query_stride

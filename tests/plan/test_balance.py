@@ -18,7 +18,6 @@ from hf_ring_attention.plan.work import work_under
 from tests.plan.strategies import rngs
 from tests.support.cases import problem_of, random_documents, random_pattern
 
-LAST = Pattern.parse("branches:sink=4,window=512,last=64")
 PATTERNS = [Pattern.parse(text) for text in ("exact", "window:4096", "window:512+4", "pyramid:512,4")]
 
 
@@ -42,7 +41,7 @@ def random_packing(rng, tokens, median=None, spread=None):
 @given(
     st.randoms(use_true_random=True),
     st.sampled_from([*[2, 3, 4, 5, 6, 8] * 3, 12, 16, 24, 32, 64]),  # Many ranks take their time.
-    st.sampled_from([*PATTERNS, LAST]),
+    st.sampled_from(PATTERNS),
 )
 def test_random_packings_are_even(rng, world_size, pattern):
     """By estimates, which `test_estimates_are_the_plans` compares with plans."""
@@ -57,7 +56,7 @@ def test_estimates_are_the_plans(rng):
         tokens, world_size, pattern = (
             rng.randint(16384, 65536),
             rng.choice([2, 3, 8, 16]),
-            rng.choice([*PATTERNS, LAST]),
+            rng.choice(PATTERNS),
         )
         documents = (random_packing(rng, tokens),)
         for layout in (
@@ -119,12 +118,12 @@ def test_short_documents_are_not_cut_where_they_fit():
     assert all(piece.start in starts for rank in range(4) for piece in layout.pieces(rank))
 
 
-@pytest.mark.parametrize("pattern", [*PATTERNS, LAST], ids=str)
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_work_is_that_of_the_tiles(pattern, rng):
     work = work_under(pattern, 20000)
     for tokens in [*range(1, 40), *(rng.randint(40, 20000) for _ in range(40))]:
         assert work.of_document(tokens) == pytest.approx(pairs_of_row(pattern, tokens, 1, 1, True), rel=0.01)
-    assert work.of_tokens(0, 0, 9) == work.of_document(0) == 0
+    assert work.of_tokens(0, 0) == work.of_document(0) == 0
 
 
 #: A row of one long document and short ones, which contiguous pieces and a zigzag leave uneven; and a row of short ones.

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_ring_attention.compute.reference import multiplicity_matrix
-from hf_ring_attention.plan.branches import Last, Segment, Sink, Window
+from hf_ring_attention.plan.branches import Segment, Sink, Window
 from hf_ring_attention.plan.patterns import Pattern, as_pattern
 from tests.support.refusals import refused
 
@@ -16,7 +16,6 @@ from tests.support.refusals import refused
     ("text", "pattern"),
     [
         ("exact", Pattern.exact()),
-        ("exact@query_head", Pattern((Segment(),), phase_by="query_head")),
         ("window:64", Pattern((Window(64),))),
         ("window:64+4", Pattern((Sink(4), Window(64)))),
         ("pyramid:64,3", Pattern.pyramid(64, 3)),
@@ -26,8 +25,7 @@ from tests.support.refusals import refused
         ("longnet:all/1", Pattern((Segment(),), "count")),
         ("branches:segment=64,segment=256/4", Pattern((Segment(64), Segment(256, 4)))),
         ("branches:window=8,window=16/4:dilated", Pattern((Window(8), Window(16, 4, "dilated")))),
-        ("branches:window=8,sink=2@query_head", Pattern((Window(8), Sink(2)), phase_by="query_head")),
-        ("branches:sink=4,window=8,last=2", Pattern((Sink(4), Window(8), Last(2)))),
+        ("branches:window=8,sink=2", Pattern((Window(8), Sink(2)))),
         ("branches:segment=8,segment=all/4:all@count", Pattern((Segment(8), Segment(None, 4, "all")), "count")),
     ],
 )
@@ -48,7 +46,7 @@ dilated = st.builds(
     st.sampled_from(["dilated", "all"]),
 )
 branches = st.lists(
-    dilated | st.builds(Sink, st.integers(1, 9)) | st.builds(Last, st.integers(1, 9)) | st.just(Segment()),
+    dilated | st.builds(Sink, st.integers(1, 9)) | st.just(Segment()),
     min_size=1,
     max_size=5,
 )
@@ -57,11 +55,10 @@ branches = st.lists(
 @st.composite
 def patterns(draw):
     made = draw(branches)
-    overlap, phase_by = draw(st.sampled_from(["count", "once"])), draw(st.sampled_from(["kv_head", "query_head"]))
     try:
-        return Pattern(tuple(made), overlap, phase_by)
+        return Pattern(tuple(made), draw(st.sampled_from(["count", "once"])))
     except ValueError:  # it leaves queries without a key, or does not nest
-        return Pattern((Segment(), *made), "count", phase_by)
+        return Pattern((Segment(), *made), "count")
 
 
 @given(patterns())
@@ -100,9 +97,12 @@ def test_the_patterns_of_heads_are_read_back(of_heads):
         ("branches:segment=8/0", "Segment: dilation must be an integer of at least 1, got 0"),
         ("window:4+0", "Sink: tokens must be an integer of at least 1, got 0"),
         ("exact:", "'exact' takes nothing after it, got ''"),
-        ("branches:windows=4", "such as sink=4, window=512, segment=2048/4 or last=64 was expected, got 'windows=4'"),
-        ("exact@often", "behind @ stands one of count, once, kv_head, query_head, got 'often'"),
-        ("exact@count@once", "two of @count and @once set the same thing"),
+        ("branches:windows=4", "such as sink=4, window=512 or segment=2048/4 was expected, got 'windows=4'"),
+        ("exact@often", "behind @ stands count or once, got 'often'"),
+        ("exact@count@once", "@count and @once set the same thing: write one of them"),
+        ("branches:window=8,last=64", "'last' went with version 0.3: give some heads or layers 'exact'"),
+        ("longnet:8/1,16/2@query_head", "'@query_head' went with version 0.3: leave it out"),
+        ("exact@kv_head", "'@kv_head' went with version 0.3: leave it out"),
     ],
 )
 def test_what_is_no_pattern_is_said(text, message):
@@ -116,7 +116,7 @@ def test_whoever_takes_a_pattern_says_what_came():
 @pytest.mark.parametrize("causal", [True, False])
 def test_flop_share_counts_pairs_by_the_definition(causal):
     for text in (
-        "exact", "window:16+2", "pyramid:4,3,2", "longnet:8/1,all/4", "exact@query_head", "branches:sink=2,window=16,last=5",
+        "exact", "window:16+2", "pyramid:4,3,2", "longnet:8/1,all/4", "branches:window=16,sink=2",
     ):  # fmt: skip
         pattern, size = Pattern.parse(text), (33, 4, 2, causal)
         pairs, exact = (multiplicity_matrix(made, *size).sum() for made in (pattern, Pattern.exact()))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hf_ring_attention as ra
-from hf_ring_attention.plan.branches import Last, Segment, Sink, Window
+from hf_ring_attention.plan.branches import Segment, Sink, Window
 from hf_ring_attention.plan.patterns import Pattern
 from hf_ring_attention.plan.plans import plan_rank
 from tests.support.cases import problem_of, random_pattern, random_pattern_of
@@ -17,11 +17,9 @@ from tests.support.refusals import refused
 # The table of the definition, from the fields only: the keys that a branch shows, and how often a key counts.
 
 
-def shown(branch, query, key, phase, length):
+def shown(branch, query, key, phase):
     if type(branch) is Sink:
         return key < branch.tokens
-    if type(branch) is Last:
-        return length - query <= branch.tokens
     w, r = branch.length, branch.dilation
     if type(branch) is Segment:
         near = True if w is None else query // w == key // w
@@ -31,13 +29,12 @@ def shown(branch, query, key, phase, length):
     return near and key % r == phase % r and taking_part
 
 
-def times(pattern, query, key, head, num_heads, num_kv_heads, causal, length):
+def times(pattern, query, key, head, num_heads, num_kv_heads, causal):
     if causal and not key <= query:
         return 0
     kv_head = head // (num_heads // num_kv_heads)
     pattern = pattern.kv_heads[kv_head] if pattern.kv_heads else pattern
-    phase = head if pattern.phase_by == "query_head" else kv_head
-    count = sum(shown(branch, query, key, phase, length) for branch in pattern.branches)
+    count = sum(shown(branch, query, key, kv_head) for branch in pattern.branches)
     return min(count, 1) if pattern.overlap == "once" else count
 
 
@@ -50,14 +47,14 @@ def test_multiplicity_is_the_table(rng):
         head, length = rng.randrange(num_heads), rng.randint(1, 30)
         for query, key in itertools.product(range(length), repeat=2):
             heads = {"head": head, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-            got = pattern.multiplicity(query, key, **heads, causal=causal, document_length=length)
-            want = times(pattern, query, key, head, num_heads, num_kv_heads, causal, length)
+            got = pattern.multiplicity(query, key, **heads, causal=causal)
+            want = times(pattern, query, key, head, num_heads, num_kv_heads, causal)
             assert got == want, (pattern, query, key, head, num_heads, num_kv_heads, causal)
             assert type(got) is int
             seen.add(got)
         # No pattern that is accepted leaves a query without a key.
         for query in range(length):
-            assert times(pattern, query, query, head, num_heads, num_kv_heads, True, length)
+            assert times(pattern, query, query, head, num_heads, num_kv_heads, True)
     assert seen >= {0, 1, 2, 3}
 
 
@@ -69,7 +66,6 @@ NUMBERS = [
     ("Window", "dilation", lambda value: Window(8, value)),
     ("Window", "length", Window),
     ("Sink", "tokens", Sink),
-    ("Last", "tokens", Last),
     ("Pattern.pyramid", "window", lambda value: Pattern.pyramid(value, 2)),
     ("Pattern.pyramid", "levels", lambda value: Pattern.pyramid(8, value)),
     ("Pattern.pyramid", "ratio", lambda value: Pattern.pyramid(8, 2, ratio=value)),
@@ -89,7 +85,6 @@ def test_numbers_are_counts_of_64_bits(value):
         ("Window", "dilation", lambda value: Window(8, value)),
         ("Window", "length", Window),
         ("Sink", "tokens", Sink),
-        ("Last", "tokens", Last),
         ("Pattern.pyramid", "window", lambda value: Pattern.pyramid(value, 2)),
         ("Pattern.pyramid", "levels", lambda value: Pattern.pyramid(8, value)),
         ("Pattern.pyramid", "ratio", lambda value: Pattern.pyramid(8, 2, value)),
@@ -100,7 +95,7 @@ def test_numbers_are_counts_of_64_bits(value):
 
 
 NO_BRANCH = "no branch of dilation 1 covers the query itself"
-NOT_A_BRANCH = "Pattern: a branch must be one of Segment, Window, Sink, Last, got"
+NOT_A_BRANCH = "Pattern: a branch must be one of Segment, Window, Sink, got"
 
 
 def test_refused_branches():
@@ -121,16 +116,14 @@ def test_refused_branches():
 def test_refused_patterns():
     for value in ("twice", None, ["once"]):
         refused(f"Pattern: overlap must be one of 'count', 'once', got {value!r}", Pattern, (Segment(),), value)
-        options = f"'kv_head', 'query_head', got {value!r}"
-        refused(f"Pattern: phase_by must be one of {options}", Pattern, (Segment(),), phase_by=value)
     for overlap in ("once", "count"):
-        refused("Pattern: branches must be a sequence of Segment, Window, Sink, Last, got 3", Pattern, 3, overlap)
+        refused("Pattern: branches must be a sequence of Segment, Window, Sink, got 3", Pattern, 3, overlap)
         refused(f"{NOT_A_BRANCH} 'e'", Pattern, "exact", overlap)
         refused(f"{NOT_A_BRANCH} 512", Pattern, (Segment(), 512), overlap)
         refused(f"{NOT_A_BRANCH} <class", Pattern, (Segment(), Segment), overlap)
         refused(f"Pattern: {NO_BRANCH}, so some queries would see no key; got []", Pattern, (), overlap)
         refused(NO_BRANCH, Pattern, (Segment(8, 2), Sink(4)), overlap)
-        refused(NO_BRANCH, Pattern, (Last(4),), overlap)
+        refused(NO_BRANCH, Pattern, (Sink(4),), overlap)
         refused("add a Window or Segment with dilation 1", Pattern, (Segment(8, 2), Window(16, 4)), overlap)
 
 
@@ -153,13 +146,13 @@ def test_once_asks_for_nested_dilations(dilations):
 def test_frozen_hashable_and_a_key_by_value(rng):
     for _ in range(100):
         pattern = random_pattern(rng)
-        again = Pattern(list(pattern.branches), pattern.overlap, pattern.phase_by)
+        again = Pattern(list(pattern.branches), pattern.overlap)
         other = dataclasses.replace(pattern, branches=(*pattern.branches, Sink(99)))
         assert again == pattern != other
         assert hash(again) == hash(pattern)
         assert {pattern: 1, other: 2}[again] == 1
         assert pickle.loads(pickle.dumps(pattern)) == pattern
-    for thing in (pattern, Segment(4), Window(4), Sink(4), Last(4)):
+    for thing in (pattern, Segment(4), Window(4), Sink(4)):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(thing, dataclasses.fields(thing)[0].name, 1)
 

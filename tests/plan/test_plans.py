@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from hf_ring_attention.compute.reference import multiplicity_matrix
-from hf_ring_attention.plan.branches import Segment, Window
+from hf_ring_attention.plan.branches import Window
 from hf_ring_attention.plan.layouts import SequenceLayout
 from hf_ring_attention.plan.patterns import Pattern
 from hf_ring_attention.plan.plans import plan_rank, tiles_from
@@ -82,14 +82,6 @@ def test_wide_bands(causal, overlap, rng):
     pattern = Pattern((Window(rng.randint(65, 110)), Window(2 * rng.randint(70, 110), 2)), overlap)
     layout = SequenceLayout(rng.choice(["contiguous", "zigzag"]), rng.randint(200, 260), rng.randint(1, 2))
     check(problem_of(pattern, layout, [[(3, layout.seq_len)]], (2, 2), causal=causal))
-
-
-def test_phases_of_query_heads_are_planned_for_each_of_them():
-    pattern = Pattern((Window(1), Segment(None, 2)), "count", "query_head")
-    batches = plan_rank(problem_of(pattern, 8, heads=(4, 2)), 0).own
-    assert {batch.per_query_head for batch in batches} == {False, True}  # only the dilated branch has phases
-    heads = {head for batch in batches if batch.per_query_head for item in batch.items for head in item.heads}
-    assert heads == {0, 1, 2, 3}
 
 
 def test_batch_rows_with_equal_documents_share_items():

@@ -164,7 +164,7 @@ def check_tiles(problem):
     for lap, rank in itertools.product(ring_laps(problem), range(layout.world_size)):
         mine = [layout.positions(rank, row) for row in range(len(problem.documents))]
         if lap.with_own:
-            for batch in of_heads(tiles_from(problem, rank, rank), lap.heads, group):
+            for batch in of_heads(tiles_from(problem, rank, rank), lap.heads):
                 total.update(pairs_of(batch, problem, mine, mine))
         for step in range(1, lap.steps + 1):
             hop, source = lap.hop(rank, step), lap.source(rank, step)
@@ -172,7 +172,7 @@ def check_tiles(problem):
                 continue
             theirs = [layout.positions(source, row) for row in range(len(problem.documents))]
             arrived = rows_of(problem, hop.rows)
-            for batch in of_heads(tiles_from(problem, rank, source), lap.heads, group):
+            for batch in of_heads(tiles_from(problem, rank, source), lap.heads):
                 pairs = pairs_of(batch, problem, mine, theirs)
                 used = {(row, head // group, theirs[row].index(key)) for row, head, _, key in pairs}
                 assert used <= arrived, (problem, lap, rank, step)

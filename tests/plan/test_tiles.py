@@ -7,7 +7,7 @@ import pytest
 
 from hf_ring_attention.compute.reference import multiplicity_matrix
 from hf_ring_attention.plan import tiles
-from hf_ring_attention.plan.branches import Last, Segment, Sink, Window
+from hf_ring_attention.plan.branches import Segment, Sink, Window
 from hf_ring_attention.plan.intervals import Run
 from hf_ring_attention.plan.patterns import Pattern
 from hf_ring_attention.plan.tiles import branches_of, tile_document
@@ -28,7 +28,7 @@ def covered(tiles, num_heads, num_kv_heads):
     rows_of_part = Counter()
     group = num_heads // num_kv_heads
     for tile in tiles:
-        heads = tile.heads if tile.per_query_head else [kv * group + i for kv in tile.heads for i in range(group)]
+        heads = [kv * group + i for kv in tile.heads for i in range(group)]
         assert len(tile.queries) > 0
         assert len(tile.keys) > 0
         assert tile.fold_size > 0
@@ -47,16 +47,15 @@ def covered(tiles, num_heads, num_kv_heads):
 BRANCHES = [
     Segment(), Segment(4), Segment(6, 2), Segment(6, 3, "all"), Segment(None, 4), Segment(None, 2, "all"),
     Window(1), Window(5), Window(8, 2), Window(12, 4), Window(6, 2, "dilated"), Window(24, 8),
-    Sink(3), Last(1), Last(6),
+    Sink(3),
 ]  # fmt: skip
 
 
 def patterns():
     for branch in BRANCHES:
-        for phase_by in ("kv_head", "query_head"):
-            yield Pattern((Window(1), branch), overlap="count", phase_by=phase_by)
-            yield Pattern((Window(4), branch), overlap="once", phase_by=phase_by)
-            yield Pattern((Segment(5), branch), overlap="once", phase_by=phase_by)
+        yield Pattern((Window(1), branch), overlap="count")
+        yield Pattern((Window(4), branch), overlap="once")
+        yield Pattern((Segment(5), branch), overlap="once")
 
 
 @pytest.mark.drawn
@@ -66,7 +65,7 @@ def test_whole_document(pattern, causal):
     """Rows that are sharded over ranks, beside other documents, are in test_plans.py."""
     for length, heads in itertools.product((1, 2, 5, 13, 24, 40), ((4, 2), (3, 3))):
         runs = [Run(0, 0, length)]
-        found = tile_document(branches_of(pattern, *heads, causal=causal), length, runs, runs)
+        found = tile_document(branches_of(pattern, heads[1], causal=causal), length, runs, runs)
         counts = multiplicity_matrix(pattern, length, *heads, causal).int()
         want = {pair: int(counts[pair]) for pair in map(tuple, counts.nonzero().tolist())}
         assert covered(found, *heads) == want, f"{pattern}, {length} tokens, heads {heads}, causal {causal}"
@@ -77,7 +76,7 @@ def test_the_example_of_the_module_is_what_is_computed():
     lines = [line.split() for line in tiles.__doc__.splitlines() if line.strip().startswith("query ")]
     picture = {(row, column): letter for row, words in enumerate(lines) for column, letter in enumerate(words[2:8])}
     runs = [Run(0, 0, 6)]
-    found = tile_document(branches_of(Pattern((Window(3),)), 1, 1, causal=True), 6, runs, runs)
+    found = tile_document(branches_of(Pattern((Window(3),)), 1, causal=True), 6, runs, runs)
     pairs = {
         (query, key): letter
         for letter, tile in zip("ab", found, strict=True)

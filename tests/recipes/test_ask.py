@@ -39,9 +39,7 @@ def expected(folder, pattern, questions=QUESTIONS):
     for question in questions:
         text, tail = ask.written(tokenizer, (folder / "book.txt").read_text(), question, TOKENS)
         prompt = torch.cat([text, tail], 1)
-        # Under a `Last`, its last queries see every key when they are read, and a question comes in pieces.
-        pieces = {"prefill_chunk_size": 7} if "last" in pattern else {}
-        options = {"max_new_tokens": 12, "do_sample": False, **cache_argument(ra.prefill(model, text)), **pieces}
+        options = {"max_new_tokens": 12, "do_sample": False, **cache_argument(ra.prefill(model, text))}
         found = model.generate(prompt, **options)
         yield found[0, prompt.shape[1] :].tolist()
 
@@ -62,7 +60,7 @@ def test_hybrids_forget_an_answer(model_type):
         cache.crop(text.shape[1] - cache.get_seq_length())
 
 
-@pytest.mark.parametrize("pattern", ["exact", "window:48+4", "kv0=exact;kv1=window:32", "branches:window=16,last=7"])
+@pytest.mark.parametrize("pattern", ["exact", "window:48+4", "kv0=exact;kv1=window:32"])
 def test_answers_are_those_of_a_whole_cache(folder, tmp_path, pattern):
     printed, figures = asked(folder, tmp_path / "one.json", "--pattern", pattern, "--at-once", 70)
     assert [row["tokens"] for row in figures["answers"]] == [*expected(folder, pattern)]
@@ -81,9 +79,9 @@ def test_a_model_has_the_pattern_that_it_was_saved_with(folder, tmp_path):
     """Or exact attention; and it reads the whole text."""
     words = ["--text", folder / "book.txt", "--question", QUESTIONS[0], "--answer-tokens", 12]
     model, tokenizer = load(folder / "model", torch.float32)
-    ra.patch_model(model, "branches:window=16,last=9").save_pretrained(tmp_path / "model")
+    ra.patch_model(model, "branches:window=16,sink=9").save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    for saved, kept in ((folder, "exact"), (tmp_path, "branches:window=16,last=9")):
+    for saved, kept in ((folder, "exact"), (tmp_path, "branches:window=16,sink=9")):
         figures = []
         for more in ([], ["--pattern", kept]):
             file = tmp_path / "figures.json"

@@ -13,7 +13,6 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.model.wrappers import cache_argument
 from tests.support.evaluation import load, made_up_text, save_checkpoint
 from tests.support.recipe_runs import run
 from tests.support.tolerance import EXACT, float64
@@ -91,26 +90,9 @@ def test_losses_are_those_of_whole_rows(folder, writer, pattern):
         model = ra.patch_model(load(folder / "model")[0], pattern)
         prompt, candidates = writer.question("needle", LENGTH, 0.4, 0)
         candidates[1] = candidates[1][:3]  # Candidates may have different numbers of tokens.
-        losses = retrieval.candidate_losses(model, prompt, candidates, None)
+        losses = retrieval.candidate_losses(model, prompt, candidates)
         assert losses == pytest.approx([loss_behind(model, prompt, ids) for ids in candidates], rel=EXACT)
         assert len(set(losses)) == len(candidates)
-
-
-def test_under_a_last_tokens_come_as_generate_adds_them(folder, writer):
-    """Each of them is then the last of its row, and sees every key."""
-    pattern = ra.Pattern.parse("branches:sink=2,window=16,last=1")
-    assert common.fewest_last(str(pattern)) == 1 and common.fewest_last("exact") is None
-    assert common.fewest_last({"0": "exact", "1": "kv0=window:8;kv1=branches:window=16,last=3"}) == 3
-    with float64():
-        model = ra.patch_model(load(folder / "model")[0], pattern)
-        prompt, candidates = writer.question("passkey", 400, 0.5, 0)
-        cache, expected = ra.prefill(model, torch.tensor([prompt[:-1]])), 0.0
-        for token, before in zip(candidates[0], [prompt[-1], *candidates[0]]):
-            with torch.no_grad():
-                logits = model(torch.tensor([[before]]), use_cache=True, **cache_argument(cache)).logits[0, -1]
-            expected -= float(logits.float().log_softmax(-1)[token])
-        (loss,) = retrieval.candidate_losses(model, prompt, candidates[:1], 1)
-        assert loss == pytest.approx(expected, rel=EXACT)
 
 
 def test_figures_are_the_means_of_questions():

@@ -19,7 +19,7 @@ LAYOUTS = ("contiguous", "zigzag", "documents")
 #: Every kind of pattern; the number of a head, among all heads, decides which keys its dilated branches keep.
 PATTERNS = (
     "exact", "window:7", "window:7+3", "pyramid:3,3,2,2", "longnet:6/1,12/2,all/4@once",
-    "branches:window=5,segment=16/4,sink=2@count@query_head",
+    "branches:window=5,segment=16/4,sink=2@count",
 )  # fmt: skip
 #: Ranks, and how many of them exchange heads.
 RANKS = [(2, 2), (3, 3), (4, 4), (8, 8), (4, 2), (8, 4), (8, 2)]

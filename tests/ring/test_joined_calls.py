@@ -1,18 +1,17 @@
 """Tiles of unequal lengths get the same results in one kernel call, padded or in place, as in separate calls."""
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
 
 import hf_ring_attention as ra
+from hf_ring_attention.compute import batched
 from hf_ring_attention.compute.cuda_kernels import CudaFlash
 from hf_ring_attention.compute.kernels import CpuFlash, Math
 from hf_ring_attention.plan.joins import Joining
 from tests.support.cases import check_cases, check_simulated, random_cases
 from tests.support.cuda_operators import FlashAttention2
-from tests.support.tolerance import assert_exact
 
 #: All tiles that may share a call do, whatever it costs; and up to some rows, or where it costs little.
 EVERYTHING = {"rows": 10**9, "pairs": 10**9, "most_rows": 10**9}
@@ -82,16 +81,10 @@ def test_tiles_of_flash_attention(computed_by, checked_operators, rng):
     assert shapes == {(False, False), (True, False), (False, True)}
 
 
-def test_calls_of_many_padded_keys_keep_their_lengths():
-    """Padded, the keys that the last query of each document sees are more rows than other calls take at once."""
-    lengths, pattern = [500, *range(10, 60)], "branches:window=2,last=1"
-    documents = [*itertools.pairwise(itertools.accumulate(lengths, initial=0))]
-    leaves = [torch.randn(1, 1, sum(lengths), 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    dout = torch.randn(1, 1, sum(lengths), 4, dtype=torch.float64)
-    out = ra.ring_attention(*leaves, pattern=pattern, documents=[documents])
-    found = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-    for start, stop in documents:
-        alone = ra.ring_attention(*(x[:, :, start:stop] for x in leaves), pattern=pattern)
-        grads = (x[:, :, start:stop] for x in torch.autograd.grad(alone, leaves, dout[:, :, start:stop]))
-        for name, x, y in zip(("out", "dq", "dk", "dv"), found, (alone.detach(), *grads)):
-            assert_exact(x[:, :, start:stop], y, f"{name} of {start} to {stop}")
+def test_joined_calls_are_never_cut(computed_by, monkeypatch, rng):
+    """Their lengths would go with the rows, where other calls are cut after a few."""
+    monkeypatch.setattr(batched, "PART_ROWS", 1)
+    counted = JoinedCalls(CpuFlash(), Joining(**EVERYTHING))
+    computed_by(counted)
+    check_cases(ra.Ring(), joined_cases(rng, CpuFlash(), 8))
+    assert counted.with_lengths and counted.padded

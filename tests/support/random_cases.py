@@ -1,7 +1,7 @@
 """Random cases of models, batches and rings for `random_batches`, each from a separate number."""
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -206,20 +206,14 @@ def random_ring(rng, model_type, changes):
 def random_patterns(rng, model_type, task, changes, batches):
     """By layer; none for a case that is computed exactly, as most are."""
     # A cache holds tokens that once were the last, and so saw more keys than in a row without a cache.
-    draw = pattern_without_last if task == "generate" else random_pattern
     as_they_are = "rope_parameters" in changes or any(batch.as_eager or batch.holes for batch in batches)
     as_they_are = as_they_are or (task == "generate" and model_type in OTHER_STEPS)
     if as_they_are or model_type in SELF_NUMBERED or rng.random() > 0.2:
         return {}
-    patterns = {None: draw(rng)}
+    patterns = {None: random_pattern(rng)}
     if rng.random() < 0.3:
-        patterns[rng.randrange(changes.get("num_hidden_layers", 2))] = draw(rng)
+        patterns[rng.randrange(changes.get("num_hidden_layers", 2))] = random_pattern(rng)
     return patterns
-
-
-def pattern_without_last(rng):
-    pattern = random_pattern(rng)
-    return replace(pattern, branches=tuple(branch for branch in pattern.branches if not isinstance(branch, ra.Last)))
 
 
 def random_embeddings(rng, seed, model_type, task, batches):

@@ -57,15 +57,12 @@ class Tiles(NamedTuple):
 _Units = list[tuple[int, int, int]]
 
 
-def tiles_of(batches: Sequence[TileBatch], owners: dict[tuple[bool, tuple[int, ...], tuple[int, ...]], int]) -> Tiles:
-    """Returns all tiles with ascending rows; `owners` gets the number of each kind of head with its batch rows."""
+def tiles_of(batches: Sequence[TileBatch], owners: dict[tuple[tuple[int, ...], tuple[int, ...]], int]) -> Tiles:
+    """Returns all tiles with ascending rows; `owners` gets the number of each set of batch rows and heads."""
     items: list[Item] = [*itertools.chain.from_iterable(batch.items for batch in batches)]
     count = [len(batch.items) for batch in batches]
     number = np.repeat(np.arange(len(batches)), count)
-    alone = [batch.per_query_head for batch in batches for _ in batch.items]
-    owner = [
-        owners.setdefault((x, item.batch_rows, item.heads), len(owners)) for x, item in zip(alone, items, strict=True)
-    ]
+    owner = [owners.setdefault((item.batch_rows, item.heads), len(owners)) for item in items]
     columns = np.array([(item.query_row, item.key_row, item.copies) for item in items], np.int64).reshape(-1, 3)
     sides = np.array(
         [(b.num_queries, b.fold_size, b.query_stride, b.num_keys, b.key_stride) for b in batches], np.int64
@@ -124,23 +121,20 @@ def _joined(tiles: Tiles) -> Tiles:
 
 
 def units_of(
-    owners: dict[tuple[bool, tuple[int, ...], tuple[int, ...]], int], sizes: Sizes, together: int
-) -> tuple[list[tuple[list[int], _Units]], list[tuple[list[int], _Units]]]:
-    """Returns units by the owners of their tiles: first all units of several query heads, then those of single ones."""
+    owners: dict[tuple[tuple[int, ...], tuple[int, ...]], int], sizes: Sizes, together: int
+) -> list[tuple[list[int], _Units]]:
+    """Returns the units by the owners of their tiles."""
     group = sizes.group
-    of_unit: dict[tuple[bool, int, int], list[int]] = {
-        (False, b, h): [] for b in range(sizes.batch) for h in range(sizes.kv_heads)
+    owners_of: dict[tuple[int, int], list[int]] = {
+        (b, h): [] for b in range(sizes.batch) for h in range(sizes.kv_heads)
     }
-    for (single, batch_rows, heads), owner in owners.items():
-        for b, h in itertools.product(batch_rows, heads):
-            of_unit.setdefault((single, b, h), []).append(owner)
-    alike: dict[tuple[bool, tuple[int, ...]], _Units] = {}
-    for (single, b, h), own in of_unit.items():
-        kv = h // group if single else h
-        first = range(h, h + 1) if single else range(h * group, (h + 1) * group, together)
-        alike.setdefault((single, tuple(own)), []).extend((b, hq, kv) for hq in first)
-    whole, alone = ([([*own], units) for (x, own), units in alike.items() if x is single] for single in (False, True))
-    return whole, alone
+    for (batch_rows, heads), owner in owners.items():
+        for head in itertools.product(batch_rows, heads):
+            owners_of[head].append(owner)
+    alike: dict[tuple[int, ...], _Units] = {}
+    for (b, h), found in owners_of.items():
+        alike.setdefault(tuple(found), []).extend((b, hq, h) for hq in range(h * group, (h + 1) * group, together))
+    return [([*found], units) for found, units in alike.items()]
 
 
 class Signatures:

@@ -23,7 +23,7 @@ class Sums(NamedTuple, Generic[Numbers]):
 
 
 def key_launches(
-    tiles: Tiles, signatures: Signatures, sizes: Sizes, settings: Settings, first_number: int, apart: bool
+    tiles: Tiles, signatures: Signatures, sizes: Sizes, settings: Settings, apart: bool
 ) -> tuple[list[tuple[Setting, Integers]], Sums[Integers] | None, Integers]:
     """Returns key items by the setting of their launch, their sums, and more tiles, of key rows that no query sees.
 
@@ -68,7 +68,7 @@ def key_launches(
     item, within, unit = signatures.per_unit(number)
     first = (np.cumsum(size * signatures.count) - size * signatures.count)[number[item]] + within * size[number[item]]
     slot = np.where(slot[item] < 0, -1, slot[item] + first)
-    tile, j0, count, begin, end = (x[item] for x in (tile + first_number, j0, count, begin, end))
+    tile, j0, count, begin, end = (x[item] for x in (tile, j0, count, begin, end))
     items = np.stack([tile, j0, count, *unit.T, begin, end, slot], 1)
     few = (count <= FEW_KEYS) & (settings.few_keys is not None)
     parts = ((settings.few_keys or setting, items[few]), (setting, items[~few]))

@@ -65,41 +65,25 @@ def work_lists(
         places: the places of key rows in a payload; None if k and v are tensors [B, Hkv, key_rows, D].
         complete: whether the first launch has all query rows, so that results need no other initial values.
     """
-    owners: dict[tuple[bool, tuple[int, ...], tuple[int, ...]], int] = {}
+    owners: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
     tiles = tiles_of(batches, owners)
     together = heads_of_an_item(sizes.group, settings)
-    whole, single = units_of(owners, sizes, together)
-    lists = WorkLists(np.zeros((0, 12), np.int64), [], [], [], None)
-    # Query heads that share a key/value head come together, or one by one if their tiles differ.
-    for heads, units in ((together, whole), (1, single)):
-        covers = complete and units is whole
-        if not units:
-            continue
-        signatures = Signatures(units, tiles, places is not None)
-        some = signatures.tiles if places is None else in_payload(signatures, sizes, places)
-        # Without other heads that read the same keys, a unit has all tiles of its keys.
-        apart = complete and places is None and not single and together == sizes.group
-        first_number = len(lists.tiles)
-        of_keys, sums, table = key_launches(some, signatures, sizes, settings, first_number, apart)
-        made: dict[tuple[int, int], tuple[Integers, Integers]] = {}
-        forward, dq = (
-            _launches(some, signatures, sizes.query_rows, pair, heads, covers, first_number, made)
-            for pair in (settings.forward, settings.dq)
-        )
-        tables = np.concatenate([lists.tiles, table])
-        lists = WorkLists(
-            tables,
-            lists.forward + forward,
-            lists.dq + dq,
-            lists.dkdv + [Launch(x, heads, y, y[:0, 0]) for x, y in of_keys],
-            sums,
-        )
-    return lists
+    signatures = Signatures(units_of(owners, sizes, together), tiles, places is not None)
+    some = signatures.tiles if places is None else in_payload(signatures, sizes, places)
+    # Without other heads that read the same keys, a unit has all tiles of its keys.
+    apart = complete and places is None and together == sizes.group
+    of_keys, sums, table = key_launches(some, signatures, sizes, settings, apart)
+    made: dict[tuple[int, int], tuple[Integers, Integers]] = {}
+    forward, dq = (
+        _launches(some, signatures, sizes.query_rows, pair, together, complete, made)
+        for pair in (settings.forward, settings.dq)
+    )
+    return WorkLists(table, forward, dq, [Launch(x, together, y, y[:0, 0]) for x, y in of_keys], sums)
 
 
 def _launches(
     tiles: Tiles, signatures: Signatures, num_rows: int, settings: tuple[Setting, Setting], heads: int,
-    complete: bool, first_number: int, made: dict[tuple[int, int], tuple[Integers, Integers]],
+    complete: bool, made: dict[tuple[int, int], tuple[Integers, Integers]],
 ) -> list[Launch[Integers]]:  # fmt: skip
     """Returns the launches of tiles: of neighbouring rows first, then of rows that are farther and farther apart.
 
@@ -124,7 +108,7 @@ def _launches(
                 tiles, signatures, tile, name, number, length, distance, setting.rows // heads, num_rows,
                 complete and distance == 1,
             )  # fmt: skip
-            made[distance, setting.rows] = items, references + first_number
+            made[distance, setting.rows] = items, references
         launches.append(Launch(setting, heads, *made[distance, setting.rows]))
     return launches
 

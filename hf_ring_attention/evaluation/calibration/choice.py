@@ -10,9 +10,8 @@ from typing import Literal
 import numpy as np
 
 from ...plan.branches import Segment, Window
-from ...plan.kept import heads_of_patterns, most_rows, period_of
+from ...plan.kept import most_rows, period_of
 from ...plan.layouts import SequenceLayout
-from ...plan.parts import Part, parts_of
 from ...plan.patterns import Pattern
 from ...plan.plans import pairs_of_row
 from ...plan.problem import Problem
@@ -151,21 +150,11 @@ class Cost:
             return _pairs_in_head(pattern, kv_head, num_kv_heads, self.seq_len)
         if self.of == "cache":
             own = pattern.of_kv_head(kv_head)
-            # If phases differ by query head, the rows of all phases count.
-            ((_, _, (phases,)),) = heads_of_patterns(own, period_of(own), 1, kv_head)
-            return most_rows(own, phases, self.seq_len)
-        return sum(self._reads(part, kv_head, num_kv_heads) for part in parts_of(pattern))
-
-    def _reads(self, part: Part, kv_head: int, num_kv_heads: int) -> int:
-        """Returns the keys that a part of a pattern shows to the query behind the text, the last one of its row."""
-        if part.queries.but:
-            return 0
-        if part.queries.within:
-            return self.seq_len + 1
-        lengths = (branch.length for branch in part.pattern.branches if isinstance(branch, Segment))
+            return most_rows(own, kv_head % period_of(own), self.seq_len)
+        lengths = (branch.length for branch in pattern.branches if isinstance(branch, Segment))
         period = max((length for length in lengths if length is not None and length <= self.seq_len), default=1)
         # The mean over one query in each place of the longest segment.
-        pairs = partial(_pairs_in_head, part.pattern, kv_head, num_kv_heads)
+        pairs = partial(_pairs_in_head, pattern, kv_head, num_kv_heads)
         return -((pairs(self.seq_len) - pairs(self.seq_len + period)) // period)
 
 

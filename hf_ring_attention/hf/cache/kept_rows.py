@@ -16,7 +16,6 @@ from torch import Tensor
 from ...plan.branches import LARGEST
 from ...plan.intervals import borders_of
 from ...plan.kept import kept_keys, most_rows, sees_all_kept
-from ...plan.parts import parts_of
 from ...plan.patterns import Pattern
 
 #: Storage grows by this share of its rows, so that a token seldom copies all of them.
@@ -65,12 +64,12 @@ class KeptRows:
 
     Args:
         pattern: without patterns by head.
-        phases: of each key/value head, as many as its query heads have.
+        phases: of each key/value head.
     """
 
-    def __init__(self, pattern: Pattern, phases: tuple[tuple[int, ...], ...]) -> None:
-        self.pattern, self.phases = pattern, torch.tensor(phases)  # [heads or 1, query heads that share keys, or 1]
-        self._phase = phases[0][0] if self.phases.numel() == 1 else None
+    def __init__(self, pattern: Pattern, phases: tuple[int, ...]) -> None:
+        self.pattern, self.phases = pattern, torch.tensor(phases)[:, None]  # [heads or 1, 1]
+        self._phase = phases[0] if len(phases) == 1 else None
         self.positions = torch.empty(1, len(phases), 0, dtype=torch.int64)
         self.old = self.positions  # those before the last call
         self.floor = torch.zeros(1, dtype=torch.int64)  # [B or 1], no row is missing that queries from here on see
@@ -202,52 +201,44 @@ class KeptRows:
 
     def _kept(self, positions: Tensor, length: Tensor, later: bool) -> Tensor:
         """Returns which positions the query `length` [B or 1] or a later one sees, or which are not below it (`later`)."""
-        by_member = self.phases.shape[1] > 1  # whether query heads that share keys see different keys
         # Integers where possible: each of their operations takes a fraction of the time.
-        phases: Any = self._phase if self._phase is not None else self.phases[:, :, None] if by_member else self.phases
-        first_row: Any = int(length[0]) if len(length) == 1 else length.view(-1, 1, 1, *[1] * by_member)
-        rows = positions[:, :, None] if by_member else positions
-        kept = rows >= first_row if later else None
+        phases: Any = self.phases if self._phase is None else self._phase
+        first_row: Any = int(length[0]) if len(length) == 1 else length.view(-1, 1, 1)
+        kept = positions >= first_row if later else None
         for first, beyond, stride, residue in kept_keys(self.pattern, phases, first_row):
-            inside = rows >= (max(first, 0) if isinstance(first, int) else first.clamp_min(0))
+            inside = positions >= (max(first, 0) if isinstance(first, int) else first.clamp_min(0))
             if later or not isinstance(beyond, int) or not isinstance(first_row, int) or beyond < first_row:
-                inside = inside & (rows < beyond)
+                inside = inside & (positions < beyond)
             if stride > 1:
-                inside = inside & (rows % stride == residue)
+                inside = inside & (positions % stride == residue)
             kept = inside if kept is None else kept | inside
         assert kept is not None
-        return kept.any(2) if by_member else kept
+        return kept
 
     def _log_multiplicity(self, new: Arrival, group: int) -> tuple[Tensor, Tensor | None]:
         """Returns `bias` and `blind`; the bias of blind queries is 0."""
-        rows, queries = self.positions[:, :, None, None], new.positions[:, None, None, :, None]
-        phases, total = self.phases[:, :, None, None], new.after[:, None, None, None, None]
-        # [B, heads, phases, n, slots]
-        visible, counts = (rows >= 0) & (rows <= queries), torch.zeros((), dtype=torch.int64)
-        for part in parts_of(self.pattern):
-            (within, but, *_), shown = part.queries, []
-            asking = queries < total - but
-            asking = asking if within is None else asking & (queries >= total - within)
-            for branch in part.pattern.branches:
-                firsts, beyonds = borders_of(branch, causal=True)
-                seen = visible & asking
-                for border in firsts:
-                    seen = seen & (rows >= border.position(queries))  # type: ignore[arg-type]
-                for border in beyonds:
-                    seen = seen & (rows < border.position(queries))  # type: ignore[arg-type]
-                residue = phases % branch.dilation
-                if branch.dilation > 1:
-                    seen = seen & (rows % branch.dilation == residue)
-                if branch.queries == "dilated" and branch.dilation > 1:
-                    seen = seen & (queries % branch.dilation == residue)
-                shown.append(seen)
-            by_branch = torch.stack(torch.broadcast_tensors(*shown))
-            counts = counts + (by_branch.any(0) if part.pattern.overlap == "once" else by_branch.sum(0))
+        rows, queries = self.positions[:, :, None], new.positions[:, None, :, None]  # [B, heads, n, slots] together
+        visible, phases = (rows >= 0) & (rows <= queries), self.phases[:, :, None]
+        by_branch = []
+        for branch in self.pattern.branches:
+            firsts, beyonds = borders_of(branch, causal=True)
+            seen = visible
+            for border in firsts:
+                seen = seen & (rows >= border.position(queries))  # type: ignore[arg-type]
+            for border in beyonds:
+                seen = seen & (rows < border.position(queries))  # type: ignore[arg-type]
+            residue = phases % branch.dilation
+            if branch.dilation > 1:
+                seen = seen & (rows % branch.dilation == residue)
+            if branch.queries == "dilated" and branch.dilation > 1:
+                seen = seen & (queries % branch.dilation == residue)
+            by_branch.append(seen)
+        seen = torch.stack(by_branch)
+        counts = seen.any(0) if self.pattern.overlap == "once" else seen.sum(0)
         blind = ~counts.bool().any(-1)
         bias = torch.where(blind[..., None], 1, counts).to(torch.float64).log()
-        members = group if bias.shape[2] == 1 else 1
-        bias, blind = (x.repeat_interleave(members, 2).flatten(2, 3) for x in (bias, blind))
-        return bias, blind if blind.any() else None
+        # The queries of a group's heads follow each other.
+        return bias.repeat(1, 1, group, 1), blind.repeat(1, 1, group) if blind.any() else None
 
 
 class Shared:
@@ -261,7 +252,7 @@ class Shared:
         self.keys, self.arrival = keys, _NO_CALL
         self.tables: dict[Any, KeptRows] = {}
 
-    def table(self, pattern: Pattern, phases: tuple[tuple[int, ...], ...]) -> KeptRows:
+    def table(self, pattern: Pattern, phases: tuple[int, ...]) -> KeptRows:
         """Returns the table of heads with this pattern and these phases; heads with equal phases share one row of it."""
         key = pattern, phases[:1] if len({*phases}) == 1 else phases
         return self.tables.get(key) or self.tables.setdefault(key, KeptRows(*key))

@@ -239,7 +239,7 @@ class PatternLayer(CacheLayerMixin):
         if self.call is None:
             self.call = call
             first = call.head_shard[0] * call.kv_heads
-            found = [*heads_of_patterns(call.pattern, call.group, call.kv_heads, first)]
+            found = [*heads_of_patterns(call.pattern, call.kv_heads, first)]
             self.rows = [
                 _Rows(None if len(found) == 1 else heads, self.shared.table(own, phases))
                 for own, heads, phases in found

@@ -36,7 +36,6 @@ def prefill(
 
     The cache then serves `generate`, which every rank must call alike (with equal seeds, if it samples), with these tokens and
     at least one more. Afterwards `cache.crop(document.shape[1] - cache.get_seq_length())` makes it ready for another question.
-    With layers that have a `Last` branch, a question may have at most the number of tokens in `Last`.
 
     Args:
         model: a model with the ring of `patch_model(model, ring=ring)`; without a ring, this process computes whole sequences.

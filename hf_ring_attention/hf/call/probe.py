@@ -104,7 +104,7 @@ def _looking_at_tokens(now: ForwardPass, kwargs: Mapping[str, Any]) -> list[str]
             stack.enter_context(watch.on(path, module))
         try:
             runner.forward(**_few_tokens(runner, kwargs, tokens, last))
-        except Exception as error:
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             *_, (raising, _) = traceback.walk_tb(error.__traceback__)
             if raising.f_globals["__name__"].partition(".")[0] == __name__.partition(".")[0]:  # It says what to do.
                 raise

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
 from ...plan.branches import Branch, Segment, Window
-from ...plan.parts import fewest_last
 from ...plan.patterns import Pattern
-from ...plan.problem import Documents, HeldKeys, check_last
+from ...plan.problem import Documents, HeldKeys
 from ...ring.operator import UNTRACEABLE, GraphLayer, check_not_traced
 from ...ring.planned import Planned, planned_call, refusals_of_all
 from ..cache.pattern_layer import layer_call
@@ -23,7 +22,7 @@ from ..model.config import layer_pattern
 from ..model.wrappers import MODULES, attachment_of, head_shard
 from ..names import IMPLEMENTATION
 from ..rows.cut import at_its_place_in_the_row
-from .checks import LayerSettings, check_call, check_dropped_keys, check_padding_and_pieces, name_of
+from .checks import LayerSettings, check_call, check_dropped_keys, check_padding, name_of
 from .masks import TOKENS, OwnBranch, Tokens, padding_first, tokens_of
 
 #: The attribute of attention modules that holds a function of a layer's call and its output, which returns that output.
@@ -127,7 +126,6 @@ def _attention_to_kept(
     before, call = layer.checked.get(module, (None, None))
     if before != kind:
         checked = _checked(module, tensors, tokens, settings, now)
-        check_last(checked["pattern"], query.shape[2], cache.arrival.seen)
         if not checked["causal"]:
             raise NotImplementedError(
                 f"{name_of(module)} is not causal, and a PatternCache holds causal rows: use 'sdpa'"
@@ -192,8 +190,7 @@ def _planned(
         planned = planned_call(ring, *tensors, **call, recorded_in_graph=recorded)
     except ValueError as refused:
         raise ValueError(f"{name_of(module)}: {refused}") from None
-    if fewest_last(planned.call.pattern) is None:  # Otherwise the pieces of a prompt decide too.
-        ring.planned.keep(kind, planned)
+    ring.planned.keep(kind, planned)
     return planned
 
 
@@ -256,8 +253,7 @@ def _checked(
             held, documents = _held(module, query.shape[2], key.shape[2], tokens, causal)
             dropped = tokens.before > (skipped[int(module.layer_idx)] if skipped else 0)  # type: ignore[arg-type]
             check_dropped_keys(module, dropped, of_model, pattern)
-        begins = not continues and (held is None or held.num_queries == held.row_len)
-        check_padding_and_pieces(module, tokens, of_model, pattern, begins)
+        check_padding(module, tokens, of_model)
     call = {"pattern": pattern, "layout": tokens.layout, "causal": causal, "scale": scaling, "documents": documents}
     return call | {"softcap": softcap, "head_shard": head_shard(module, query, key), "held": held}
 

@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from ...compute.private import attentions_are_collected, prompt_is_cut
+from ...compute.private import attentions_are_collected
 from ...plan.branches import Branch, Segment, Window
-from ...plan.parts import fewest_last
 from ...plan.patterns import Pattern
 from ..forward_pass import ForwardPass
 from ..model.types import MIXERS
@@ -49,23 +48,13 @@ def check_dropped_keys(module: nn.Module, dropped: bool, of_model: Branch | None
             )
 
 
-def check_padding_and_pieces(
-    module: nn.Module, tokens: Tokens, of_model: Branch | None, pattern: Pattern, begins: bool
-) -> None:
-    """Refuses padding inside a document that a layer's own window or chunks would count, and a `Last` for a part of a prompt.
-
-    The last queries of a prompt's first piece are not the prompt's; `Problem` refuses later pieces if need be.
-    """
+def check_padding(module: nn.Module, tokens: Tokens, of_model: Branch | None) -> None:
+    """Refuses padding inside a document that a layer's own window or chunks would count."""
     length = getattr(of_model, "length", None)
     if tokens.valid is not None and (tokens.before or (length is not None and length < tokens.valid.shape[1])):
         raise NotImplementedError(
             f"{name_of(module)} has a window or chunks of {length} tokens, "
             f"and its row has padding inside a document: take rows of one length, or use 'sdpa'"
-        )
-    if begins and fewest_last(pattern) is not None and prompt_is_cut():
-        raise ValueError(
-            f"{type(module).__name__}: {pattern} shows every key to a document's last queries, and prefill_chunk_size cuts the "
-            f"prompt before them: leave it out, or fill the cache with ra.prefill"
         )
 
 

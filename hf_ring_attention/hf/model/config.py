@@ -13,7 +13,6 @@ from transformers import PretrainedConfig
 
 from ...compute.private import implementation_of, set_implementation
 from ...plan.branches import Branch
-from ...plan.parts import fewest_last
 from ...plan.patterns import Pattern, as_pattern
 from ...ring.callbacks import CALLBACKS
 from ..names import IMPLEMENTATION
@@ -202,12 +201,6 @@ def use_settings(config: PretrainedConfig, settings: Mapping[str, Any] | None) -
 def warn_once(text: str, level: int = logging.WARNING) -> None:
     """Logs a text the first time."""
     logger.log(level, text)
-
-
-def fewest_last_of(config: Any) -> int | None:
-    """Returns how many of a document's last tokens see every key in all layers that have a `Last`; None if no layer has one."""
-    found = map(fewest_last, patterns_of(config).values())
-    return min((tokens for tokens in found if tokens is not None), default=None)
 
 
 def patch_config(
