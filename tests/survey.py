@@ -31,8 +31,8 @@ again. A type that is not listed here may still be supported: `ra.patch_model` l
 """
 
 
-#: The layers that a reason lists, such as "layer 0 is of type 'conv' (of this or another such type are layers [0, 2]): ".
-_LAYERS = re.compile(r"^layer \d+ is of type ('\w+') \([^)]*\): ")
+#: The layers that a reason lists, such as "layers 0 and 2 are 'conv', which".
+_LAYERS = re.compile(r"^layers? [\d, and]+ (?:is|are) ('\w+'(?: or '\w+')*), which")
 
 
 _ADAPTERS = """# Adapters
@@ -94,7 +94,7 @@ def models_page(models, release):
 def general_reason(model):
     """Returns why a type is refused, without the names of its class and the numbers of its layers."""
     reason = model.reason.removeprefix(model.model_class).lstrip(": ")
-    reason = _LAYERS.sub(r"layers of type \1: ", reason)
+    reason = _LAYERS.sub(r"layers are \1, which", reason)
     return reason if reason.startswith("ring_dilated") else reason[:1].upper() + reason[1:]
 
 

@@ -34,7 +34,7 @@ CUT_FROM = 4096
 CUT_ROWS = 1024
 #: The most numbers of a mask that repeats rows of folds.
 LARGEST_MASK = 1 << 22
-#: Results of about so many query rows, and gradients of so many key rows, are held at once, and added up in the cache.
+#: Rows summed at a time, so that the sums stay in the CPU's cache: query rows of results, and key rows of gradients.
 RESULTS_AT_ONCE, GRADIENTS_AT_ONCE = 1 << 15, 1 << 14
 
 

@@ -81,8 +81,8 @@ def fault_of(
 ) -> str | None:
     """Returns why a kernel is not used on a device: its errors, or the error that it raised; None if it is right.
 
-    Each case is tried once, whatever `softcap` is, and not at all if an earlier process has kept its proof. The `sizes` are the
-    query heads of a key/value head, and the widths of queries and keys, and of values.
+    Each case runs once per process, or never if its proof is on disk; `softcap` does not matter. The `sizes` are the query
+    heads of a key/value head, and the widths of queries and keys, and of values.
 
     Raises:
         torch.OutOfMemoryError: which is no fault of the kernel.

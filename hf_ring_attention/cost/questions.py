@@ -21,7 +21,7 @@ from .shape import ModelShape
 
 #: The largest ring that is tried, in multiples of the devices.
 MOST_TIMES_THE_DEVICES = 1024
-#: A cache that fits for rows of this many tokens fits for any row.
+#: Treat a cache that fits this many tokens as unbounded.
 ENDLESS = 1 << 50
 
 

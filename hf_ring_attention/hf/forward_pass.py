@@ -110,7 +110,7 @@ class ForwardPass:
             attachment_of(module).runs = runs
 
     def broken_off(self) -> bool:
-        """Returns whether Ctrl-C ended the call that makes this pass; torch runs no hooks then that would end the pass."""
+        """Whether Ctrl-C interrupted this pass: torch then skips the hooks that would close it."""
         frame = inspect.currentframe()
         while frame is not None and frame is not self.frame:
             frame = frame.f_back

@@ -23,7 +23,7 @@ def register() -> None:
     check("transformers")
     AttentionInterface.register(IMPLEMENTATION, _attention)
     AttentionMaskInterface.register(IMPLEMENTATION, _mask)
-    # Transformers calls nothing before a model loads, and a saved pattern that is not computed must not go unnoticed.
+    # Transformers calls nothing before a model loads, and we must warn if a saved pattern would be ignored.
     register_module_module_registration_hook(_while_made)
 
 

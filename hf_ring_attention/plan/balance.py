@@ -31,7 +31,7 @@ TOLERANCE = 0.04
 _MOST_OVER, _MOST_OVER_OF_MANY = 0.085, 0.1
 #: Whole documents are added until their work is so near, in tolerances.
 _NEAR_ENOUGH = 0.25
-#: So many ends of documents on either side of a cut are tried in its place.
+#: Document ends to try on each side of a cut.
 _ENDS_NEAR = 4
 #: Without an even share, documents change their places in the order so often. After that they are put in order in pieces of a
 #: rank's tokens divided by these numbers.

@@ -25,8 +25,8 @@ IMBALANCE_WORTH_PIECES = 1.1
 #: One exchange of at most this many bytes is as fast as the ring's hops, or faster: `recipes/bench/peers.py` measures both.
 COLLECTIVE_BYTES = 8 << 20
 
-#: Exchanging a token of a head takes at most the time of so many keys of a query: 110 were measured between processes of a
-#: CPU; a GPU computes about a thousand in the time that its link takes.
+#: Upper bound on the cost of moving one token of one head, in query-key pairs: 110 were measured between processes of a CPU;
+#: a GPU computes about a thousand in the time that its link takes.
 HEADS_AS_KEYS = 1024
 #: Heads are exchanged if waiting for the busiest rank would take at least so many times as long.
 WORTH_AN_EXCHANGE = 1.05

@@ -25,7 +25,7 @@ from .engine import ForwardResults
 
 _LIBRARY = torch.library.Library("hf_ring_attention", "DEF")
 
-#: The last calls of graphs, whose backward passes may still come, are kept alive: so many.
+#: Graph calls kept alive for a later backward pass.
 _KEPT = 256
 
 Named = TypeVar("Named")

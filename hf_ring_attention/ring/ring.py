@@ -93,7 +93,7 @@ class Ring:
 
     @classmethod
     def alone(cls, kernel: KernelSetting = "auto") -> Ring:
-        """Makes a ring of this process only, whatever the world is."""
+        """Makes a ring of one process, even inside a larger job."""
         return cls.over(None, kernel=kernel)
 
     @classmethod

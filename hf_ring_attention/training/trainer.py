@@ -328,7 +328,7 @@ def _check_settings(trainer: Any) -> None:
     }
     for setting, reason in refused.items():
         if reason:
-            raise ValueError(f"{setting} is not what it seems over a ring: {reason}: leave it out")
+            raise ValueError(f"{setting} does not work over a ring: {reason}. Leave it out")
 
 
 def _keeps_positions(trainer: Any) -> bool:

@@ -132,7 +132,7 @@ def test_a_pattern_of_the_layer_itself():
         kept, dropped = (greedy(model, ids, mask, **cache_argument(cache)) for cache in caches)
         assert same(dropped, kept), text
     ra.patch_config(model.config, "window:5+1", layers=[0])
-    said = r"layer 0 has the pattern window:5\+1, and its cache drops keys beyond .* 6 tokens"
+    said = r"layer 0 has the pattern window:5\+1, and its cache keeps only .* 6 tokens"
     refused(said, greedy, model, ids, mask, **cache_argument(DynamicCache(config=model.config)))
     whole = greedy(model, ids, mask, **cache_argument(DynamicCache()))
     assert same(greedy(model, ids, mask), whole)  # with a PatternCache

@@ -141,7 +141,7 @@ def test_a_sliding_cache_with_a_pattern_that_reaches_further():
     model = ra.patch_model(tiny_model("mistral", "eager"))
     ra.patch_config(model.config, PATTERNS["pyramid"], layers=[1])
     ids, mask = prompt(padded=False)
-    said = r"MistralAttention: layer 1 .*drops keys beyond .* 6 tokens: .*DynamicCache\(\)"
+    said = r"MistralAttention: layer 1 .*keeps only .* 6 tokens: .*DynamicCache\(\)"
     dropping = cache_argument(DynamicCache(config=model.config))
     refused(said, generate, model, ids, mask, do_sample=False, **dropping)
     expected = generate(model, ids, mask, do_sample=False, use_cache=False)

@@ -38,7 +38,7 @@ def test_a_pattern_for_other_heads_is_refused(text, heads):
 def test_a_cache_that_drops_keys_is_refused():
     model = ra.patch_model(tiny_model("mistral", "eager"))
     ra.patch_config(model.config, "window:3+1", layers=[0])
-    said = r"layer 0 has the pattern window:3\+1, and its cache drops keys"
+    said = r"layer 0 has the pattern window:3\+1, and its cache keeps only"
     row = drawn_ids(12)
     refused(said, greedy, model, row, **cache_argument(DynamicCache(config=model.config)))
     assert same(greedy(model, row), greedy(model, row, **cache_argument(DynamicCache())))

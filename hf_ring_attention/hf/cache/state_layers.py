@@ -190,7 +190,7 @@ class ShardedHybridCache(ShardedCache):
 
 
 class _LinearStates(ShardedHybridCache):
-    """A sharded cache for MiniMax, whose mixers ask for their states by other names, and whose model asks for another class."""
+    """MiniMax names its states differently and expects its own cache class."""
 
     __len__ = Cache.__len__  # That class keeps states in a list.
 

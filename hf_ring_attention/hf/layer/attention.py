@@ -204,7 +204,7 @@ def _deciding(
 ) -> tuple[Any, ...]:
     """Returns all that decides the checks of a layer and its call."""
     (query, key, value, sinks), number, given = tensors, getattr(module, "layer_idx", None), settings[4]
-    # A layer counts all heads, whatever this rank has.
+    # `num_heads` counts the heads of all ranks.
     heads = getattr(module, "num_heads", None) or getattr(getattr(module, "config", None), "num_attention_heads", None)
     return (
         type(module),

@@ -43,8 +43,8 @@ def check_dropped_keys(module: nn.Module, dropped: bool, of_model: Branch | None
         known = isinstance(branch, (Segment, Window)) and branch.length is not None and branch.length <= kept
         if dropped and not (known and (chunks or (isinstance(branch, Window) and branch.dilation == 1))):
             raise ValueError(
-                f"{name_of(module)} has the pattern {pattern}, and its cache drops keys beyond the model's own "
-                f"window or chunks of {kept} tokens: pass cache=DynamicCache(), made without the config, which keeps all"
+                f"{name_of(module)} has the pattern {pattern}, and its cache keeps only the model's window or chunk of {kept} "
+                f"tokens: pass cache=DynamicCache()"
             )
 
 

@@ -254,7 +254,7 @@ def patch_config(
         if patterns[None] == Pattern.exact() and {*range(count)} <= patterns.keys():
             del patterns[None]  # As a list has a pattern for each layer.
     if layers is not None and not isinstance(pattern, Pattern):
-        raise ValueError("patch_config: a list or a calibration has patterns for layers of its own: leave layers out")
+        raise ValueError("patch_config: a list or a calibration already names its layers: leave layers= out")
     patterns.check(text_config)
     return patterns.set_in(config)
 

@@ -18,7 +18,7 @@ from transformers import (
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from ...compute.private import calls_the_interface, is_stateful
-from .types import BEYOND_THE_INTERFACE, DECODERS_ALL_THE_SAME, MIX_TOKENS, MIXER_LAYERS, MIXERS
+from .types import BEYOND_THE_INTERFACE, DECODERS_ALL_THE_SAME, INDEXER, MIX_TOKENS, MIXER_LAYERS, MIXERS
 from .wrappers import decoder_of, runner_of
 
 #: The types of layers that are computed.
@@ -27,6 +27,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _INSTEAD = "use 'sdpa' or 'eager'"
 
 _STATE = "it passes a state from token to token, which neither patterns nor shards have"
+_OTHER_RULE = "it selects keys by a rule that no pattern can express"
 
 #: Words in the paths of modules that read images and sound, not the tokens of a row.
 SENSES = ("vision", "visual", "audio", "speech", "image")
@@ -48,15 +49,15 @@ def check_config(config: PretrainedConfig, name: str | None = None) -> None:
     computed = (*LAYER_TYPES, *MIXER_LAYERS, "moe", "mlp") if config.model_type in MIXERS else LAYER_TYPES
     others = [number for number, kind in enumerate(layer_types) if kind not in computed]
     if others:
-        kind = layer_types[others[0]]
-        reason = "it selects keys by a rule of its own, which no branch of a pattern is"
-        reason = _STATE if kind in (*MIXER_LAYERS, "moe_mamba") else reason
+        kinds = {layer_types[number]: None for number in others}
+        reason = _STATE if kinds.keys() & {*MIXER_LAYERS, "moe_mamba"} else _OTHER_RULE
+        listed = f"{', '.join(map(str, others[:-1]))} and {others[-1]} are" if others[1:] else f"{others[0]} is"
         raise NotImplementedError(
-            f"{name}: layer {others[0]} is of type {kind!r} (of this or another such type are layers {others}): "
-            f"{reason}: ring_dilated computes layers of {', '.join(LAYER_TYPES)}: {_INSTEAD}"
+            f"{name}: layer{'s' * (len(others) > 1)} {listed} {' or '.join(map(repr, kinds))}, which ring_dilated does not "
+            f"compute: {reason}: {_INSTEAD}"
         )
     if not layer_types and getattr(config, "index_topk", None):  # Configs of custom code may have no types of layers.
-        raise NotImplementedError(f"{name} selects keys by an indexer, which no branch of a pattern is: {_INSTEAD}")
+        raise NotImplementedError(f"{name}: {INDEXER}: {_INSTEAD}")
 
 
 def class_name(config: PretrainedConfig | None) -> str:

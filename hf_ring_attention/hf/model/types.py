@@ -30,16 +30,14 @@ STATES_INSIDE = ("RecurrentGemmaRecurrentBlock",)
 #: The types of layers with mixers, as configs name them.
 MIXER_LAYERS = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid")
 
-_RECURRENT = (
-    "it has recurrent layers alone, and none that attends: there are no keys that a pattern could choose or a ring pass"
-)
+INDEXER = "its indexer selects keys at run time, and no pattern can express that"
+
+_RECURRENT = "all its layers are recurrent: it has no attention to shard"
 
 #: Model types whose attention or positions depend on more than the interface is given, as running them showed.
 BEYOND_THE_INTERFACE = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "xlstm"), _RECURRENT),
-    **dict.fromkeys(
-        ("qwen4_exp", "qwen4_exp_text"), "an indexer of its own selects keys, which no branch of a pattern is"
-    ),
+    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), INDEXER),
     "blt": "it attends from bytes to patches and back, which is cross-attention",
     "deepseek_v4": "it attends to compressed keys of several tokens, which it selects by a rule of its own",
     "doge": "it adds a learned mask of its own to the square mask, and so chooses keys that no pattern knows",

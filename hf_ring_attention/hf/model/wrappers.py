@@ -239,7 +239,7 @@ def head_shard(module: nn.Module, query: Tensor, key: Tensor) -> tuple[int, int]
     [B, H, m, D] and the key [B, Hkv, n, D] have the heads of this rank.
     """
     config, heads, kv_heads = getattr(module, "config", None), query.shape[1], key.shape[1]
-    # A layer counts all heads, whatever this rank has. In a few types it has another number of them than the config.
+    # `num_heads` counts the heads of all ranks. Some layers differ from the config.
     names = ((module, "num_heads"), (module, "num_attention_heads"), (config, "num_attention_heads"))
     total = next((count for owner, name in names if isinstance(count := getattr(owner, name, None), int)), heads)
     if total == heads or not any(isinstance(weight, DTensor) for weight in module.parameters()):
