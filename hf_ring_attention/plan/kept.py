@@ -40,8 +40,8 @@ def kept_keys(pattern: Pattern, phase: Any, length: Any) -> list[KeptKeys]:
     for branch in pattern.branches:
         residue = phase % branch.dilation
         query = length if branch.queries == "all" else length + (residue - length) % branch.dilation
-        first, beyond = (border.position(query) for border in branch.borders())
-        kept.append(KeptKeys(first, beyond, branch.dilation, residue))
+        first, beyond = branch.borders()
+        kept.append(KeptKeys(first.position(query), beyond.position(query), branch.dilation, residue))
     return kept
 
 

@@ -36,7 +36,7 @@ importlib.util.find_spec = lambda name, *rest: None if name.partition(".")[0] in
 """
 SECTIONS = ["versions and ceilings", "errors", "tests marked cuda", "speed, 256 tokens", "speed, 512 tokens"]
 SECTIONS += ["training steps", "decoding", "a simulated ring", "process group", "long rows", "FlashAttention 3 and 4"]
-SECTIONS += ["speed, 1024 tokens, the longest rows"]
+SECTIONS += ["speed, 1024 tokens, the longest rows", "compiled models", "first calls"]
 
 
 @pytest.fixture
@@ -88,6 +88,11 @@ def test_a_dry_run_of_every_section(tmp_path, without_packages):
     assert long["256, exact"]["loss"] == pytest.approx(steps["1B, exact"]["loss"], rel=1e-5)
     assert len(figures["flash"]) + len({"FA3", "FA4"} & figures["left out"].keys()) >= 2
     assert figures["machine"]["commit"]
+    ways = ("eager", "compiled with breaks", "in one graph")
+    assert [(row["pattern"], row["way"]) for row in figures["compile"]] == [("window:512+4", way) for way in ways]
+    assert all(row["tokens/s"] > 0 and ("worth" in row) == (row["way"] == ways[-1]) for row in figures["compile"])
+    [row] = figures["proofs"]
+    assert row.pop("pattern") == "window:512+4" and len(row) == 3 and min(row.values()) > 0
 
 
 def test_parts_can_be_named(tmp_path, capsys):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,13 @@ from ..model.config import layer_pattern
 from ..model.wrappers import MODULES, attachment_of, head_shard
 from ..names import IMPLEMENTATION
 from ..rows.cut import at_its_place_in_the_row
-from .checks import LayerSettings, check_call, check_dropped_keys, check_padding, name_of
+from .checks import (
+    LayerSettings,
+    check_call,
+    check_dropped_keys,
+    check_padding,
+    name_of,
+)
 from .masks import TOKENS, OwnBranch, Tokens, padding_first, tokens_of
 
 #: The attribute of attention modules that holds a function of a layer's call and its output, which returns that output.
@@ -30,7 +36,29 @@ TAP = "_ring_dilated_tap"
 
 
 #: Queries, keys, values and sinks.
-_Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None]
+LayerTensors = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
+class LayerFacts(NamedTuple):
+    """All that the checks of a layer and its call depend on, but for the numbers in its tensors.
+
+    Whoever has `_checked` read something new adds a field: tests/hf/test_facts.py fails until then.
+    """
+
+    layer: type[nn.Module]
+    tokens: Tokens  # what the mask says, without the tensor of padding
+    padding_inside: int | None  # tokens of a row with padding inside a document; None without
+    of_module: tuple[OwnBranch | None, bool] | None  # window or chunks, and causality, under a plain mask
+    patterns: tuple[Any, ...]  # of all layers, and of this one; and whether others have their own
+    of_pass: tuple[Any, ...]  # what all layers of the forward pass have in common
+    drafts: int | None  # the number of a layer that drafts tokens
+    called_alone: bool  # outside of its model's call
+    settings: tuple[Any, ...]  # dropout, scaling, sliding_window and softcap
+    given: tuple[tuple[str, Any], ...]  # the arguments beside them; of tensors only that they came
+    head_shard: tuple[int, int] | None  # None for all heads
+    recorded: bool
+    in_graph: bool
+    tensors: tuple[Any, ...]  # shapes, dtypes, devices, and whether they require gradients
 
 
 def ring_dilated_attention(
@@ -77,7 +105,7 @@ def ring_dilated_attention(
     return _layer_attention(module, tensors, attention_mask, settings), None
 
 
-def _layer_attention(module: nn.Module, tensors: _Tensors, mask: Tensor | None, settings: LayerSettings) -> Tensor:
+def _layer_attention(module: nn.Module, tensors: LayerTensors, mask: Tensor | None, settings: LayerSettings) -> Tensor:
     """Returns out [B, m, H, Dv] of a layer."""
     now = forward_pass_of(getattr(module, "config", None), module) or new_pass(module)
     if now.probes:  # Some layers share keys and values, and Llama 4 scales queries by their places.
@@ -110,7 +138,7 @@ def _layer_attention(module: nn.Module, tensors: _Tensors, mask: Tensor | None, 
 
 
 def _attention_to_kept(
-    module: nn.Module, tensors: _Tensors, tokens: Tokens, settings: LayerSettings, now: ForwardPass
+    module: nn.Module, tensors: LayerTensors, tokens: Tokens, settings: LayerSettings, now: ForwardPass
 ) -> Tensor:
     """Returns out [B, n, H, Dv] of a layer whose earlier keys are in a `PatternCache`."""
     cache, ring, (query, key, value, sinks) = now.kept, now.ring, tensors
@@ -118,13 +146,9 @@ def _attention_to_kept(
     layer = cache.layer_of(module, key, value)
     if tokens.documents is not None:  # A plain mask. The cache knows positions and documents.
         tokens = Tokens(causal=tokens.causal, own=tokens.own, valid=cache.arrival.padding_inside)
-    # All that decides the checks, and may change from one token to the next.
-    given = [(name, x if isinstance(x, (bool, int)) else None) for name, x in settings[4].items() if x is not None]
-    length = None if tokens.valid is None else tokens.valid.shape[1]
-    facts = tokens.causal, tokens.own, length, query.shape, query.dtype, sinks is None
-    kind = now.decides, now.patterns, facts, settings[:4], given, torch.is_grad_enabled()
+    facts = facts_of(module, tensors, tokens, settings, now)
     before, call = layer.checked.get(module, (None, None))
-    if before != kind:
+    if before != facts:
         checked = _checked(module, tensors, tokens, settings, now)
         if not checked["causal"]:
             raise NotImplementedError(
@@ -132,7 +156,7 @@ def _attention_to_kept(
             )
         call = layer_call(query, key, checked, ring.kernel)
         layer.begin(call, key)
-        layer.checked[module] = kind, call
+        layer.checked[module] = facts, call
     if layer.few(query.shape[2]):
         out = layer.attend_few(ring, query, key, value, sinks)
     else:
@@ -167,7 +191,7 @@ def call_in_graph(
 
 def _planned(
     module: nn.Module,
-    tensors: _Tensors,
+    tensors: LayerTensors,
     tokens: Tokens,
     settings: LayerSettings,
     now: ForwardPass,
@@ -180,8 +204,8 @@ def _planned(
     """
     check_not_traced()
     now.attended = True
-    kind, ring = _deciding(module, tensors, tokens, settings, now, recorded), now.ring
-    planned: Planned | None = ring.planned.find(kind)
+    facts, ring = facts_of(module, tensors, tokens, settings, now, recorded), now.ring
+    planned: Planned | None = ring.planned.find(facts)
     if planned is not None:
         return planned
     with refusals_of_all(ring):
@@ -190,39 +214,49 @@ def _planned(
         planned = planned_call(ring, *tensors, **call, recorded_in_graph=recorded)
     except ValueError as refused:
         raise ValueError(f"{name_of(module)}: {refused}") from None
-    ring.planned.keep(kind, planned)
+    ring.planned.keep(facts, planned)
     return planned
 
 
-def _deciding(
+def facts_of(
     module: nn.Module,
-    tensors: _Tensors,
+    tensors: LayerTensors,
     tokens: Tokens,
     settings: LayerSettings,
     now: ForwardPass,
-    recorded: bool | None,
-) -> tuple[Any, ...]:
-    """Returns all that decides the checks of a layer and its call."""
+    recorded: bool | None = None,
+) -> LayerFacts:
+    """Returns the facts of a layer's call; `recorded` is whether a graph records gradients, and None outside of graphs."""
     (query, key, value, sinks), number, given = tensors, getattr(module, "layer_idx", None), settings[4]
     # `num_heads` counts the heads of all ranks.
     heads = getattr(module, "num_heads", None) or getattr(getattr(module, "config", None), "num_attention_heads", None)
-    return (
-        type(module),
-        *((tokens, None) if tokens.valid is None else (replace(tokens, valid=None), "padding inside")),
-        tokens.causal is None and (_own_branch(module, settings[2]), getattr(module, "is_causal", True)),
-        *(now.patterns.get(None), now.patterns.get(number), len(now.patterns)),
-        *(now.decides, now.skipped and number, now.runner is module, settings[:4]),
-        tuple([(name, x if isinstance(x, (bool, int)) else None) for name, x in given.items() if x is not None]),
-        None if query.shape[1] == heads else head_shard(module, query, key),
-        torch.is_grad_enabled() if recorded is None else recorded,
-        *(recorded, query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype),
-        *(query.device, key.device, value.device, query.requires_grad, key.requires_grad, value.requires_grad),
-        None if sinks is None else (sinks.shape, sinks.device, sinks.requires_grad),
+    of_module = None
+    if tokens.causal is None:
+        of_module = _own_branch(module, settings[2]), bool(getattr(module, "is_causal", True))
+    return LayerFacts(
+        layer=type(module),
+        tokens=tokens if tokens.valid is None else replace(tokens, valid=None),
+        padding_inside=None if tokens.valid is None else tokens.valid.shape[1],
+        of_module=of_module,
+        patterns=(now.patterns.get(None), now.patterns.get(number), len(now.patterns)),
+        of_pass=now.decides,
+        drafts=number if now.skipped else None,
+        called_alone=now.runner is module,
+        settings=settings[:4],
+        given=tuple([(name, x if isinstance(x, (bool, int)) else None) for name, x in given.items() if x is not None]),
+        head_shard=None if query.shape[1] == heads else head_shard(module, query, key),
+        recorded=torch.is_grad_enabled() if recorded is None else recorded,
+        in_graph=recorded is not None,
+        tensors=(
+            *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype),
+            *(query.device, key.device, value.device, query.requires_grad, key.requires_grad, value.requires_grad),
+            None if sinks is None else (sinks.shape, sinks.dtype, sinks.device, sinks.requires_grad),
+        ),
     )
 
 
 def _checked(
-    module: nn.Module, tensors: _Tensors, tokens: Tokens, settings: LayerSettings, now: ForwardPass
+    module: nn.Module, tensors: LayerTensors, tokens: Tokens, settings: LayerSettings, now: ForwardPass
 ) -> dict[str, Any]:
     """Checks a layer's call, and returns its arguments of `planned_call` beside tensors."""
     (query, key, *_), (_, scaling, sliding_window, softcap, given) = tensors, settings
