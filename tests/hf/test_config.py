@@ -285,7 +285,7 @@ def test_a_list_has_a_pattern_for_each_layer():
         ra.patch_config(one_by_one, text, layers=[number])
     assert listed.ring_dilated == one_by_one.ring_dilated
     refused("one pattern for each of 3 layers, got 2", ra.patch_config, listed, ["exact", "exact"])
-    refused("leave layers out", ra.patch_config, listed, ["exact"] * 3, layers=[0, 1, 2])
+    refused("leave layers= out", ra.patch_config, listed, ["exact"] * 3, layers=[0, 1, 2])
 
 
 def test_a_pattern_of_layers_leaves_the_others_exact_if_fewer_layers_run():
