@@ -229,7 +229,7 @@ def facts_of(
     """Returns the facts of a layer's call; `recorded` is whether a graph records gradients, and None outside of graphs."""
     (query, key, value, sinks), number, given = tensors, getattr(module, "layer_idx", None), settings[4]
     # `num_heads` counts the heads of all ranks.
-    heads = getattr(module, "num_heads", None) or getattr(getattr(module, "config", None), "num_attention_heads", None)
+    heads = vars(module).get("num_heads") or getattr(getattr(module, "config", None), "num_attention_heads", None)
     of_module = None
     if tokens.causal is None:
         of_module = _own_branch(module, settings[2]), bool(getattr(module, "is_causal", True))
