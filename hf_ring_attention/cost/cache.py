@@ -24,9 +24,7 @@ class CacheBytes:
         return CacheBytes(self.whole * count, self.kept * count)
 
 
-def cache_of_layer(
-    pattern: Pattern, num_heads: int, num_kv_heads: int, tokens: int, batch_size: int, row_bytes: int
-) -> CacheBytes:
+def cache_of_layer(pattern: Pattern, num_kv_heads: int, tokens: int, batch_size: int, row_bytes: int) -> CacheBytes:
     """Returns the bytes of a layer for rows of `tokens` tokens; `row_bytes` are those of a key and a value in one head."""
     row = batch_size * row_bytes
     return CacheBytes(num_kv_heads * tokens * row, cache_rows(pattern, num_kv_heads, tokens) * row)

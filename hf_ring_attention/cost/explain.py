@@ -244,7 +244,7 @@ def explain(
     ways: Any = (ring_traffic, collective_traffic, heads_traffic if by_heads else lambda *_: None)
     cache = None
     if causal and all(len(row) == 1 for row in rows):
-        cache = cache_of_layer(pattern, num_heads, num_kv_heads, seq_len, len(rows), sizes.row_bytes)
+        cache = cache_of_layer(pattern, num_kv_heads, seq_len, len(rows), sizes.row_bytes)
     moved = [[traffic(problem, rank, sizes) for traffic in ways] for rank in ranks]
     return Explanation(
         pattern=pattern,

@@ -63,7 +63,7 @@ class ModelAttention:
         row_bytes = (self.head_dim + self.value_dim) * number_bytes
         for pattern, numbers in self.layers_of_patterns().items():
             layers = [number for number in numbers if beyond is None or number < beyond]
-            one = cache_of_layer(pattern, self.num_heads, self.num_kv_heads, tokens, batch_size, row_bytes)
+            one = cache_of_layer(pattern, self.num_kv_heads, tokens, batch_size, row_bytes)
             one = CacheBytes(one.whole, one.whole if self.kept_times is None else one.kept * self.kept_times)
             if self.latent is not None:
                 one = CacheBytes(tokens * batch_size * self.latent * number_bytes, one.kept)

@@ -38,7 +38,7 @@ FORMS = (
     f"{'; '.join(_FORMS.values())}. Behind each may stand @count or @once. For example "
     f"window:512+4, pyramid:512,3 or longnet:512/1,2048/4,all/8 (where key/value heads differ, kv0,3-5=exact;kv1-2=window:512)"
 )
-#: What went with version 0.3, and what a text says instead.
+#: What went with version 0.3, and what to write instead.
 _GONE = {
     "last": "'last' went with version 0.3: give some heads or layers 'exact', whose queries see every key",
     "query_head": "'@query_head' went with version 0.3: leave it out, and key/value heads set the phases",

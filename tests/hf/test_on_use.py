@@ -631,9 +631,10 @@ def test_logits_serve_as_a_tensor_does(caplog):
         uses = [logits.numpy(), logits.tolist(), copy.deepcopy(logits), saved_and_loaded(logits), logits.cpu()]
         assert ring.traffic().sent_bytes > sent
         others = torch.stack([logits[:, 3:5]])[0], logits.argmax(-1), torch.stack([(2 - logits) / 2])[0]
-        return [*map(torch.as_tensor, uses), *others]
+        views = torch.stack([logits.view_as(logits)])[0], torch.stack([logits.view_as(other=logits)])[0]
+        return [*map(torch.as_tensor, uses), *views, *others]
 
-    wanted = [expected] * 5 + [expected[:, 3:5], expected.argmax(-1), (2 - expected) / 2]
+    wanted = [expected] * 7 + [expected[:, 3:5], expected.argmax(-1), (2 - expected) / 2]
     assert_on_ranks(work, own_model, wanted)
     assert caplog.text.count(WARNING) == 1
 

@@ -106,7 +106,8 @@ def _looking_at_tokens(now: ForwardPass, kwargs: Mapping[str, Any]) -> list[str]
             runner.forward(**_few_tokens(runner, kwargs, tokens, last))
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             *_, (raising, _) = traceback.walk_tb(error.__traceback__)
-            if raising.f_globals["__name__"].partition(".")[0] == __name__.partition(".")[0]:  # It says what to do.
+            ours = str(raising.f_globals.get("__name__")).partition(".")[0] == __name__.partition(".")[0]
+            if ours and isinstance(error, (NotImplementedError, ValueError)):  # It names its remedy.
                 raise
             return [f"a module or a hook cannot compute {_TOKENS} tokens of the row ({error})"]
     return [f"{path} or a hook on it looks at the tokens of the row" for path in watch.found]

@@ -42,7 +42,7 @@ LayerTensors = tuple[Tensor, Tensor, Tensor, Tensor | None]
 class LayerFacts(NamedTuple):
     """All that the checks of a layer and its call depend on, but for the numbers in its tensors.
 
-    Whoever has `_checked` read something new adds a field: tests/hf/test_facts.py fails until then.
+    If `_checked` reads something new, add a field: tests/hf/test_facts.py fails until then.
     """
 
     layer: type[nn.Module]

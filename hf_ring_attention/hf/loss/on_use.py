@@ -178,7 +178,7 @@ class OnUse(Tensor):
         if marks:  # It marks the beginning of backward, whatever is used.
             args[0].content.hooks.append(args[1])
         # Functions of autograd that return what they get, such as FSDP 2's, ask for a view of it by itself.
-        if marks or func in _FACTS or (func is Tensor.view_as and args[0] is args[1]):
+        if marks or func in _FACTS or (func is Tensor.view_as and args[1:] and args[0] is args[1]):
             with plain_tensors():
                 return func(*args, **kwargs)
         found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, OnUse)]

@@ -49,7 +49,7 @@ def check_config(config: PretrainedConfig, name: str | None = None) -> None:
     computed = (*LAYER_TYPES, *MIXER_LAYERS, "moe", "mlp") if config.model_type in MIXERS else LAYER_TYPES
     others = [number for number, kind in enumerate(layer_types) if kind not in computed]
     if others:
-        kinds = {layer_types[number]: None for number in others}
+        kinds = dict.fromkeys(layer_types[number] for number in others)
         reason = _STATE if kinds.keys() & {*MIXER_LAYERS, "moe_mamba"} else _OTHER_RULE
         listed = f"{', '.join(map(str, others[:-1]))} and {others[-1]} are" if others[1:] else f"{others[0]} is"
         raise NotImplementedError(
