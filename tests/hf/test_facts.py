@@ -11,6 +11,7 @@ from hf_ring_attention.hf.forward_pass import new_pass
 from hf_ring_attention.hf.layer import attention
 from hf_ring_attention.hf.layer.attention import LayerFacts, facts_of, ring_dilated_attention
 from hf_ring_attention.hf.layer.masks import Tokens
+from hf_ring_attention.hf.model.config import Patterns
 from hf_ring_attention.plan.branches import Window
 from hf_ring_attention.plan.problem import HeldKeys
 from tests.support.tiny_models import tiny_model
@@ -43,22 +44,21 @@ OF_MASKS = {
     "held": HeldKeys.whole(6, 6, 6),
     "valid": torch.ones(1, 6, dtype=torch.bool),
 }
-#: What the way of a layer's call reads of its pass: facts, or what no check depends on.
-OF_PASSES = {"patterns", "exact", "skipped", "decides", "runner"}
+#: What the way of a layer's call reads of its pass: facts, each with another value, and what no check depends on.
+OF_PASSES = {
+    "patterns": Patterns({None: ra.Pattern.window(4)}),
+    "exact": True,
+    "skipped": (1,),
+    "runner": object(),
+    "ring": ra.Ring.alone(kernel="math"),
+}
 BESIDE = {
+    "decides",
     "kept",
-    "ring",
     "probes",
-    "attended",
-    "module",
-    "call",
     "layout",
     "documents",
-    "tokens",
-    "rows",
-    "held",
-    "whole",
-}
+}  # "decides" is made of the facts, and `Tokens` of the last two.
 
 
 @pytest.fixture
@@ -116,7 +116,10 @@ def test_whatever_the_checks_read_of_a_pass_is_a_fact(layer, monkeypatch):
     read, now = set(), new_pass(layer)
     monkeypatch.setattr(attention, "forward_pass_of", lambda *_: Recorded(now, read))
     ring_dilated_attention(layer, **ROWS, attention_mask=None)
-    assert read & OF_PASSES and read <= OF_PASSES | BESIDE, "a fact of a pass: add it to LayerFacts, and here"
+    assert read <= {*OF_PASSES} | BESIDE, "a fact of a pass: add it to LayerFacts, and here"
+    call = layer, (*ROWS.values(), None), Tokens(length=6), (0.0, None, None, None, {})
+    for name, other in OF_PASSES.items():
+        assert facts_of(*call, dataclasses.replace(now, **{name: other})) != facts_of(*call, now), name
 
 
 def test_gradients_and_graphs_are_facts(layer):
