@@ -88,13 +88,11 @@ def cache_name(model: Any) -> str:
 def read(model: Any, ids: torch.Tensor, ring: ra.Ring, piece: int | None, shown: bool) -> tuple[Any, str]:
     """Reads a text into a cache, `piece` tokens at a time; returns the cache and its description."""
     cache, description = None, f"by ra.prefill, shared by {ring.world_size} processes"
-    if ring.world_size == 1 and getattr(model.config.get_text_config(), "kv_lora_rank", None) is not None:
-        description = "every row: latent attention keeps a small row for all heads"
-    elif ring.world_size == 1:
-        try:
-            cache, description = ra.PatternCache(model), "the rows that the pattern can still see"
-        except NotImplementedError as error:
-            description = f"every row: {error}"
+    if ring.world_size == 1:
+        latent = getattr(model.config.get_text_config(), "kv_lora_rank", None) is not None
+        cache, description = ra.PatternCache(model, every_row=latent), "the rows that the pattern can still see"
+        if latent:
+            description = "every row: latent attention keeps a small row for all heads"
     with common.reading(model, ids.shape[1], shown) as bar:
         if cache is None:
             cache = ra.prefill(model, ids)
@@ -103,12 +101,6 @@ def read(model: Any, ids: torch.Tensor, ring: ra.Ring, piece: int | None, shown:
                 bar.piece = part.shape[1]
                 model.base_model(input_ids=part, use_cache=True, **{cache_name(model): cache})
     return cache, f"{type(cache).__name__}, {description}"
-
-
-def bytes_of(cache: Any) -> int:
-    """Returns the bytes that this process holds in a cache."""
-    tensors = (getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values"))
-    return cache.nbytes if isinstance(cache, ra.PatternCache) else sum(x.nbytes for x in tensors if x is not None)
 
 
 def answer(model: Any, cache: Any, prompt: torch.Tensor, clock: Clock, longest: int) -> torch.Tensor:
@@ -157,11 +149,11 @@ def main() -> None:
     figures |= {"cache": description, "answers": []}
     for number, (question, (_, tail)) in enumerate(zip(args.question, parts)):
         accelerator.print(f"\n{question}")
-        if isinstance(cache, ra.PatternCache) and ring.world_size == 1 and number + 1 < len(parts):
+        if ring.world_size == 1 and number + 1 < len(parts):
             cache.activate_past_recording()  # The next question goes back to the end of the text.
         clock = Clock(tokenizer, shown)
         found = answer(model, cache, torch.cat([ids, tail.to(ids.device)], 1), clock, args.answer_tokens)
-        held = gather(torch.tensor([bytes_of(cache)], device=ids.device)).tolist()
+        held = gather(torch.tensor([cache.nbytes], device=ids.device)).tolist()
         first, rest = clock.times[1] - clock.times[0], clock.times[-1] - clock.times[1]
         each = rest / max(1, len(found) - 1)
         row = {

@@ -46,7 +46,7 @@ class ModelAttention:
     numbers: tuple[int, ...]  # of these layers in the model
     mixers: ModelMixers | None = None  # the other modules of a hybrid that mix tokens
     latent: int | None = None  # the numbers of a token in Transformers' caches of latent attention; None for others
-    kept_times: int | None = 1  # the heads for each key/value head in a `PatternCache`; None if it is refused
+    kept_times: int | None = 1  # the heads for each key/value head in a `PatternCache`; None if it keeps every row
     first_without_keys: int | None = None  # from this layer on, layers read the keys of earlier ones; None for none
     positions: int | None = None  # that the config names; None if it does not
 

@@ -140,7 +140,7 @@ def attention_of_model(
         value_dim = getattr(text, "v_head_dim", None) or head_dim
         latent = text.kv_lora_rank + text.qk_rope_head_dim
     window = None if text.model_type == "moshi" else getattr(text, "sliding_window", None)  # Moshi's layers ignore it.
-    refused = text.model_type in OTHER_VALUES or text.model_type == "minimax"
+    refused = text.model_type in OTHER_VALUES
     times = text.num_experts_per_tok if text.model_type == "jetmoe" else 1  # Its experts share keys.
     kinds = getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * count
     of_kind: dict[str, Branch | None] = {

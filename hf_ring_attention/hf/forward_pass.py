@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..compute.private import attentions_are_collected
 from ..plan.layouts import SequenceLayout
-from ..plan.problem import Documents, HeldKeys
+from ..plan.problem import Documents
 from ..ring.planned import outside
 from ..ring.ring import Ring
 from .model.config import Patterns, patterns_of
@@ -75,7 +75,6 @@ class ForwardPass:
     patterns: Patterns
     exact: bool = False  # whether its layers attend as they did before the model had patterns
     rows: WholeRows | None = None  # None in a step of generation
-    held: HeldKeys | None = None  # the keys in the cache of this rank, in a step against a sharded cache
     kept: Any = None  # the `PatternCache` of the call; None for other caches
     skipped: tuple[int, ...] = ()  # by layer, as `tokens_skipped` returns it
     whole: bool = False  # whether every rank computes whole rows by itself, because the call has a whole cache

@@ -24,7 +24,7 @@ from ..plan.choices import KernelSetting
 from ..plan.patterns import Pattern
 from ..ring.operator import UNTRACEABLE
 from ..ring.ring import Ring
-from .cache.pattern_cache import cache_for_generate
+from .cache.prefill import cache_for_generate
 from .call.model_call import attach_ring, before_model
 from .model.config import (
     ComputedOnCopy,

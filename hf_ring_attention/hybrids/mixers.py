@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..hf.cache.sharded_cache import ShardedCache
 from ..hf.forward_pass import ForwardPass, forward_pass_of, number_of, running, running_with
 from ..hf.layer.masks import tokens_of
 from ..hf.model.config import warn_once
@@ -124,7 +123,7 @@ class _ByDocuments:
                     f"{self.name} of a sharded model was called outside of its model's forward pass, so the documents of the "
                     f"whole sequence are unknown: call the model, and checkpoint by model.activation_checkpointing_enable()"
                 )
-            if now.held is None:
+            if now.rows is not None:
                 return self.over_ring(ring, now, hidden, kwargs)
         # In a step of generation, all ranks have the same tokens.
         mask, length = kwargs.get("attention_mask"), hidden.shape[1]
@@ -158,7 +157,7 @@ class _ByDocuments:
         """
         layout, documents, cache = now.layout, now.documents, _cache_of(kwargs)
         assert layout is not None and documents is not None
-        sharded = cache if isinstance(cache, ShardedCache) else None
+        sharded = cache if getattr(cache, "layout", None) is not None else None
         if self.own is None and passing_forward(class_of_transformers(self.module)) is not None:
             return self.by_states(ring, now, hidden, kwargs, sharded)
         gathered = len(hidden) * layout.seq_len * hidden.shape[2] * hidden.element_size()

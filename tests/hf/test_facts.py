@@ -13,7 +13,6 @@ from hf_ring_attention.hf.layer.attention import LayerFacts, facts_of, ring_dila
 from hf_ring_attention.hf.layer.masks import Tokens
 from hf_ring_attention.hf.model.config import Patterns
 from hf_ring_attention.plan.branches import Window
-from hf_ring_attention.plan.problem import HeldKeys
 from tests.support.tiny_models import tiny_model
 
 #: A call of a layer, and another value of each of its arguments.
@@ -41,7 +40,6 @@ OF_MASKS = {
     "before": 1,
     "missing": (2,),
     "layout": ra.SequenceLayout("contiguous", 6, 1),
-    "held": HeldKeys.whole(6, 6, 6),
     "valid": torch.ones(1, 6, dtype=torch.bool),
 }
 #: What the way of a layer's call reads of its pass: facts, each with another value, and what no check depends on.

@@ -208,7 +208,7 @@ def test_generation_goes_on_from_the_states(model_type):
             answers.append(generate(model, ids, attention_mask=mask, **cache_argument(cache)))
             cache.crop(16 - cache.get_seq_length())
         generate(model, ids, attention_mask=mask, **cache_argument(cache))
-        refused("17 tokens were to stay of 23", cache.crop, 17 - 23)
+        refused("no state behind 17 tokens is kept, of 23 tokens", cache.crop, 17 - 23)
         cache = ra.prefill(model, ids[:, :3], mask[:, :3])
         return [*answers, generate(model, ids, attention_mask=mask, **cache_argument(cache))]
 

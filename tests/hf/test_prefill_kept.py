@@ -4,10 +4,8 @@ import copy
 
 import pytest
 import torch
-from transformers.cache_utils import Cache
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.cache.sharded_cache import ShardedCache
 from hf_ring_attention.hf.model.wrappers import cache_argument
 from hf_ring_attention.plan.kept import count_kept
 from tests.support.probe import distance
@@ -116,6 +114,10 @@ def test_processes(ranks):
         ("gpt_oss", {}),  # logits of sinks
         ("gemma2", {}),  # the model's own windows, softcap
         ("gemma3n_text", {}),  # layers that take the keys of others
+        ("deepseek_v3", {"num_beams": 3}),  # latent keys
+        ("diffllama", {}),  # layers that attend twice, to halves of the values
+        ("lfm2", {"prefill_chunk_size": 3}),  # a hybrid
+        ("minimax", {"num_beams": 3}),  # states in a cache of another class
     ],
 )
 def test_beams_pieces_and_other_models(model_type, options):
@@ -125,12 +127,39 @@ def test_beams_pieces_and_other_models(model_type, options):
 
     def work(ring, model):
         cache = ra.prefill(model, ids[:, :DOCUMENT])
-        assert type(cache) is ra.PatternCache
+        assert isinstance(cache, ra.PatternCache)
+        cache = copy.deepcopy(cache)
         cache.batch_repeat_interleave(ways["num_beams"])
         return generate(model, ids, mask, **cache_argument(cache), **ways | options)
 
     for found in on_models(work, patterns, 2, model_type):
         assert_same(found, expected)
+
+
+@pytest.mark.parametrize("question", [QUESTION, LONG])
+@pytest.mark.parametrize(
+    ("model_type", "patterns"),
+    [
+        ("deepseek_v3", [("pyramid:8,3,2", None)]),  # heads see other rows of one latent row
+        ("gemma3n_text", [("window:9+2", None), ("window:5", [1]), ("pyramid:4,3,2", [3])]),  # readers, other patterns
+        ("jamba", [("window:8+2", None)]),
+    ],
+)
+def test_asked_again_where_rows_stay_or_have_states(model_type, patterns, question):
+    expected = generate(patched(patterns, model_type), *text(question, True), use_cache=False)
+
+    def work(ring, model):
+        ids, mask = text(question, True)
+        cache, answers = ra.prefill(model, ids[:, :DOCUMENT], mask[:, :DOCUMENT]), []
+        for _ in range(2):
+            answers.append(generate(model, ids, mask, **cache_argument(cache)))
+            cache.crop(DOCUMENT - cache.get_seq_length())
+        return answers
+
+    for world_size in (1, 2):
+        for answers in on_models(work, patterns, world_size, model_type, layout="zigzag"):
+            for found in answers:
+                assert_same(found, expected)
 
 
 # ---- rows and bytes
@@ -153,7 +182,6 @@ def test_ranks_share_the_rows_that_can_be_seen(world_size, name):
             model(ids_of(1), **cache_argument(cache))
             traffic = ring.traffic()
             rows.append((traffic.sent_bytes, traffic.received_bytes, traffic.hops))
-        assert type(cache) is ShardedCache
         return kept, rows, model.config
 
     found = on_models(work, PATTERNS[name], world_size)
@@ -263,6 +291,24 @@ def test_an_error_of_one_rank_ends_the_call_on_all():
     on_models(work, PATTERNS["window and sinks"], 2, timeout=60)
 
 
-def test_a_pattern_that_drops_no_key_keeps_the_whole_shard():
-    cache = ra.prefill(patched([("exact", None)]), ids_of(20))
-    assert type(cache) is ShardedCache and isinstance(cache, Cache)
+@torch.no_grad()
+@pytest.mark.parametrize("pattern", ["exact", "window:8+2"])
+@pytest.mark.parametrize("every", [None, "dynamic"])
+def test_every_row_goes_back_into_the_document(pattern, every):
+    """Where no row is dropped: the logits behind another length of the document, as often as one likes."""
+    ids = ids_of(60)
+
+    def work(ring, model):
+        cache = ra.prefill(model, ids[:, :40], cache_implementation=every)
+        whole = model(ids, use_cache=False).logits
+        for length in (40, 31, 31, 9):
+            if (pattern, every) == ("window:8+2", None) and length < 40:
+                with pytest.raises(ValueError, match=f"rows that {length} tokens see were dropped"):
+                    cache.crop(length - cache.get_seq_length())
+                continue
+            cache.crop(length - cache.get_seq_length())
+            for start, stop in ((length, length + 1), (length + 1, length + 4)):
+                logits = model(ids[:, start:stop], use_cache=True, **cache_argument(cache)).logits
+                assert distance(logits, whole[:, start:stop]) <= EXACT, (length, start)
+
+    on_models(work, [(pattern, None)], 2)

@@ -108,15 +108,12 @@ def test_a_text_and_its_question_are_written_by_the_template(folder):
         ask.written(tokenizer, "A book.", "Why?", 40)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "reason"), [("minimax", "PatternCache: MiniMaxForCausalLM"), ("deepseek_v3", "latent attention")]
-)
-def test_a_model_without_a_pattern_cache_keeps_every_row(model_type, reason):
-    """MiniMax keeps its states in another cache, and a row of latent attention is smaller than the keys of its heads."""
-    model = ra.patch_model(tiny_model(model_type, "ring_dilated"), "window:8+2")
+def test_latent_attention_keeps_every_row():
+    """A latent row is smaller than the keys of all heads."""
+    model = ra.patch_model(tiny_model("deepseek_v3", "ring_dilated"), "window:8+2")
     ids = torch.arange(3, 40)[None]
     cache, description = ask.read(model, ids, ra.Ring(), 16, shown=False)
-    assert f"every row: {reason}" in description and cache.get_seq_length() == 37
+    assert "every row: latent attention" in description and cache.get_seq_length() == 37
 
 
 def test_the_bar_counts_every_token_once(folder, capsys):

@@ -25,11 +25,11 @@ from .tiny_models import VOCAB, tiny_config, tiny_model
 from .tolerance import EXACT, distance, float64
 
 TYPES = (
-    "cohere2", "deepseek_v3", "gemma2", "gemma3_text", "gemma3n_text", "gpt2", "gpt_neox", "gpt_oss", "granite", "llama",
-    "llama4_text", "mistral", "mixtral", "olmo3", "phi3", "qwen2", "qwen3", "smollm3",
+    "cohere2", "deepseek_v3", "diffllama", "gemma2", "gemma3_text", "gemma3n_text", "gpt2", "gpt_neox", "gpt_oss", "granite",
+    "llama", "llama4_text", "mistral", "mixtral", "olmo3", "phi3", "qwen2", "qwen3", "smollm3",
 )  # fmt: skip
 HYBRIDS = ("bamba", "falcon_h1", "granitemoehybrid", "jamba", "lfm2", "olmo_hybrid", "qwen3_next")
-UNGROUPED = ("deepseek_v3",)
+UNGROUPED = ("deepseek_v3", "diffllama")
 #: Rounding may choose other experts.
 EXPERTS = ("deepseek_v3", "gpt_oss", "granitemoehybrid", "jamba", "llama4_text", "mixtral", "qwen3_next")
 #: The ways of `generate`, by their names.
@@ -58,6 +58,7 @@ class CacheCase:
         way: of `generate`, behind the pieces; None without it.
         few: the number of queries from which on a plan computes them.
         ring: the ranks that begin with a prefill; 1 for none.
+        every: whether all rows stay.
     """
 
     seed: int
@@ -72,6 +73,7 @@ class CacheCase:
     few: int
     kernel: str
     ring: int = 1
+    every: bool = False
 
 
 def draw_cache_case(seed: int) -> CacheCase:
@@ -114,8 +116,9 @@ def draw_cache_case(seed: int) -> CacheCase:
         few=rng.choice([64, 64, 4, 1]),
         kernel=rng.choice(["auto", "auto", "auto", "math"]),
     )
+    case = replace(case, every=rng.random() < 0.3)
     # Simulated ranks share one generator of samples, and a ring takes no padding between tokens.
-    if hybrid or not steps or case.padding == "right" or way in ("sampling", "several"):
+    if not steps or case.padding == "right" or way in ("sampling", "several"):
         return case
     return replace(case, ring=rng.choice([1, 2, 4]))
 
@@ -150,7 +153,7 @@ class Run:
         positions = (self.mask.cumsum(1) - 1).clamp_min(0)[:, -n:]
         padded = None if self.mask.all() and self.case.seed % 2 else self.mask
         if self.cache is None:
-            self.cache = ra.prefill(self.model, ids, padded)
+            self.cache = ra.prefill(self.model, ids, padded, "dynamic" if self.case.every else None)
             self.logits.append(None)
             return
         inputs = {"position_ids": positions, "use_cache": True, **cache_argument(self.cache)}
@@ -242,7 +245,7 @@ def run_cache_case(case):
         assistant = tiny_model(case.model_type, "eager", **copy.deepcopy(case.changes)).to(case.dtype)
         # A whole cache keeps all rows, but for states of mixers.
         config = {"config": model.config.get_text_config()} if case.model_type in MIXERS else {}
-        for cache in (DynamicCache(**config), ra.PatternCache(model)):
+        for cache in (DynamicCache(**config), ra.PatternCache(model, every_row=case.every)):
             try:
                 prefilled = outcomes and case.ring > 1
                 outcomes.append(prefilled_runs(case) if prefilled else [Run(case, model, cache).all(assistant)])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...plan.branches import LARGEST
 from ...plan.intervals import borders_of
-from ...plan.kept import kept_keys, most_rows, sees_all_kept
+from ...plan.kept import keeps_all, kept_keys, most_rows, sees_all_kept
 from ...plan.patterns import Pattern
 
 #: Storage grows by this share of its rows, so that a token seldom copies all of them.
@@ -43,7 +43,7 @@ class Arrival:
         """Whether some new tokens are padding."""
         return bool((self.positions < 0).any())
 
-    @property
+    @cached_property
     def total(self) -> int:
         """The tokens in the cache after the call, with padding."""
         return self.seen + self.positions.shape[1]
@@ -65,16 +65,20 @@ class KeptRows:
     Args:
         pattern: without patterns by head.
         phases: of each key/value head.
+        every: whether all rows stay, also those that no later query sees; then heads share their slots.
     """
 
-    def __init__(self, pattern: Pattern, phases: tuple[int, ...]) -> None:
+    def __init__(self, pattern: Pattern, phases: tuple[int, ...], every: bool = False) -> None:
         self.pattern, self.phases = pattern, torch.tensor(phases)[:, None]  # [heads or 1, 1]
+        needs_all = keeps_all(pattern)
+        self.every = every or needs_all
         self._phase = phases[0] if len(phases) == 1 else None
-        self.positions = torch.empty(1, len(phases), 0, dtype=torch.int64)
+        self.positions = torch.empty(1, 1 if self.every else len(phases), 0, dtype=torch.int64)
         self.old = self.positions  # those before the last call
         self.floor = torch.zeros(1, dtype=torch.int64)  # [B or 1], no row is missing that queries from here on see
         self.most = max(most_rows(pattern, x, LARGEST >> 8) for x in {*phases})
-        self._sees_all, self._begun, self._done = sees_all_kept(pattern), 0, 0  # numbers of calls
+        self._sees_all = sees_all_kept(pattern) and needs_all == self.every
+        self.begun, self.done, self._weighed = 0, 0, 0  # the numbers of the last calls
         #: After `insert`, where the rows of the last call are: [n], or [B or 1, heads or 1, n].
         self.slots = torch.empty(0, dtype=torch.int64)
         #: After `rebuild`, which of the rows in the cache and of the new ones the slots hold; None for all of them.
@@ -92,13 +96,19 @@ class KeptRows:
     @property
     def capacity(self) -> int:
         """The rows that a layer's storage has room for, once it needs more."""
-        most = self.most if self.num_slots <= self.most else 2 * self.most  # with the rows of a prefilled document
-        return max(self.num_slots, min(self.num_slots + self.num_slots // GROWTH + 1, most))
+        in_use = self.num_slots
+        most = self.most if in_use <= self.most else 2 * self.most  # with the rows of a prefilled document
+        return max(in_use, min(in_use + in_use // GROWTH + 1, most))
+
+    def fill_like(self, other: KeptRows) -> None:
+        """Takes the rows of another table."""
+        self.positions, self.old, self.slots = other.positions, other.old, other.slots
+        self.begun, self.done = other.begun, other.done
 
     def begin(self, new: Arrival) -> None:
         """Begins a call: its rows are `old` until the layers have stored their new rows."""
-        if self._begun != new.number:
-            self._begun = new.number
+        if self.begun != new.number:
+            self.begun = new.number
             self.old = self.positions
             if len(self.old) < len(new.positions):
                 self.old = self.old.expand(len(new.positions), -1, -1)
@@ -111,11 +121,43 @@ class KeptRows:
         Args:
             group: the query heads that share a key/value head.
         """
-        if self._done == new.number:
+        if self._weighed == new.number:
             return
+        self._weighed = new.number
+        full = self.append(new, new.rows.shape[1]) if self.every else self._replace(new)
+        # Every row is one that the query sees.
+        full = full and new.positions.shape[1] == 1 and self._sees_all and not new.padded
+        self.bias, self.blind = (None, None) if full else self._log_multiplicity(new, group)
+        self._moved = {}
+
+    def append(self, new: Arrival, count: int) -> bool:
+        """Gives the new rows of a call `count` slots behind all others; those that this rank does not keep stay empty.
+
+        Returns:
+            Whether no slot is empty.
+        """
         self.begin(new)
-        self._done = new.number
-        self.floor = new.floor
+        if self.done != new.number:
+            self.done = new.number
+            rows = torch.nn.functional.pad(new.rows, (0, count - new.rows.shape[1]), value=-1)
+            self.slots = torch.arange(self.old.shape[2], self.old.shape[2] + count)
+            self.positions = torch.cat([self.old, rows[:, None].expand(len(self.old), 1, -1)], -1)
+        return bool((self.positions >= 0).all())
+
+    def sees_every_slot(self, new: Arrival) -> bool:
+        """Returns whether a call surely needs no bias: an exact pattern, one query, no padding."""
+        self.begin(new)
+        one = self.every and self._sees_all and new.positions.shape[1] == 1
+        return one and not new.padded and bool((self.old >= 0).all())
+
+    def _replace(self, new: Arrival) -> bool:
+        """Gives the new rows of a call the slots of rows that no query from `floor` on sees, and new slots.
+
+        Returns:
+            Whether no slot is empty, and no row in a slot is unseen.
+        """
+        self.begin(new)
+        self.done, self.floor = new.number, new.floor
         positions, n = self.old, new.rows.shape[1]
         unseen = free = ~self._kept(positions, new.floor, new.recording)
         counts = dropped = unseen.sum(-1)
@@ -135,21 +177,17 @@ class KeptRows:
         )
         values = new.rows[:, None].expand_as(slots)
         self.positions = positions.scatter(-1, slots, values)
-        # Every row is one that the query sees.
-        full = new.positions.shape[1] == 1 and self._sees_all and not (new.recording or new.padded)
-        full = full and int(dropped.max()) == n
-        self.bias, self.blind = (None, None) if full else self._log_multiplicity(new, group)
-        self._moved = {}
         self.slots = slots[0, 0] if slots.shape[:2] == (1, 1) else slots
+        return int(dropped.max()) == n and not new.recording
 
     def rebuild(self, new: Arrival) -> None:
         """Keeps the rows that later calls need, of those in the cache and of the new ones; for all layers once."""
         self.begin(new)
-        if self._done == new.number:
+        if self.done == new.number:
             return
-        self._done = new.number
+        self.done = new.number
         every = torch.cat([self.old, new.rows[:, None].expand(*self.old.shape[:2], -1)], -1)
-        self.floor = new.floor if new.recording else new.after
+        self.floor = new.floor if new.recording or new.compact else new.after
         kept = self._kept(every, self.floor, new.recording)
         if new.document is not None:
             kept = kept | self._of_document(every, new.document)
@@ -163,6 +201,9 @@ class KeptRows:
         """Forgets the rows from position `length` [B or 1] on."""
         self.positions = self.positions.masked_fill(self.positions >= length[:, None, None], -1)
         self.floor = torch.minimum(self.floor, length)
+        if self.every:  # New rows come behind the last one.
+            used = (self.positions >= 0).flatten(0, 1).any(0).nonzero()
+            self.positions = self.positions[..., : int(used[-1]) + 1 if len(used) else 1]
 
     def has(self, length: Tensor, document: Tensor | None) -> bool:
         """Returns whether no row is missing, on any rank, that a query at position `length` [B or 1] or a later one sees."""
@@ -201,6 +242,8 @@ class KeptRows:
 
     def _kept(self, positions: Tensor, length: Tensor, later: bool) -> Tensor:
         """Returns which positions the query `length` [B or 1] or a later one sees, or which are not below it (`later`)."""
+        if self.every:
+            return positions >= 0
         # Integers where possible: each of their operations takes a fraction of the time.
         phases: Any = self.phases if self._phase is None else self._phase
         first_row: Any = int(length[0]) if len(length) == 1 else length.view(-1, 1, 1)
@@ -233,7 +276,7 @@ class KeptRows:
             if branch.queries == "dilated" and branch.dilation > 1:
                 seen = seen & (queries % branch.dilation == residue)
             by_branch.append(seen)
-        seen = torch.stack(by_branch)
+        seen = torch.stack(torch.broadcast_tensors(*by_branch))
         counts = seen.any(0) if self.pattern.overlap == "once" else seen.sum(0)
         blind = ~counts.bool().any(-1)
         bias = torch.where(blind[..., None], 1, counts).to(torch.float64).log()
@@ -246,13 +289,18 @@ class Shared:
 
     Args:
         keys: whether layers read the keys of others, which then keep the rows of a call until the next one.
+        every: whether all rows stay.
     """
 
-    def __init__(self, keys: bool) -> None:
-        self.keys, self.arrival = keys, _NO_CALL
+    def __init__(self, keys: bool, every: bool = False) -> None:
+        self.keys, self.every, self.arrival = keys, every, _NO_CALL
         self.tables: dict[Any, KeptRows] = {}
 
     def table(self, pattern: Pattern, phases: tuple[int, ...]) -> KeptRows:
         """Returns the table of heads with this pattern and these phases; heads with equal phases share one row of it."""
         key = pattern, phases[:1] if len({*phases}) == 1 else phases
-        return self.tables.get(key) or self.tables.setdefault(key, KeptRows(*key))
+        if key not in self.tables:
+            table = self.tables[key] = KeptRows(*key, self.every)
+            if self.every:  # A layer that reads the keys of another may come with a pattern of its own.
+                table.fill_like(next(iter(self.tables.values())))
+        return self.tables[key]

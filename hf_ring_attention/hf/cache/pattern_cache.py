@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicCache
 
 from ...compute.private import implementation_of
 from ...plan.kept import keeps_all
@@ -29,21 +29,25 @@ class PatternCache(Cache):
 
     For each layer and its key/value heads these are the sinks and a window, the rows of a head's phase within reach, the
     current segment, or all rows of an exact head; a model's own windows and chunks likewise. Its tokens equal those of a cache
-    that keeps all rows. `generate` makes one by itself for a patched model whose patterns drop keys, unless it is given a
-    `cache`, a `cache_implementation` ("dynamic" keeps all rows) or `use_cache=False`.
+    that keeps all rows. `generate` makes one by itself for a patched model, unless it is given a `cache`, a
+    `cache_implementation` or `use_cache=False`. A step of generation then reads rows as they lie, without a plan.
 
     `crop` goes back to a length whose rows are all there: by the tokens of the last call, or further after
     `activate_past_recording()`, which keeps all later rows until the next `crop`. Recurrent layers go back to the length at
     which recording began, and to no other. `prefill` makes caches that the ranks of a ring share; these also go back to the end
     of the prefilled tokens. A filled cache can be copied and pickled.
 
+    Some models make other keys of those in their cache (DiffLlama, Dory) or share them among layers with several patterns
+    (Gemma 4): of these every row is kept, and this is logged once.
+
     Args:
         model: a model after `ra.patch_model`; this cache then serves this pattern only.
         offloading: whether rows of layers that are not computing wait in the host's memory; for models on a GPU.
+        every_row: whether all rows stay, as the model gives them; latent keys then take one row for all heads.
 
     Raises:
         ValueError: a model that does not compute with "ring_dilated".
-        NotImplementedError: a model that keeps its states in a cache of another kind.
+        NotImplementedError: a model that keeps states of its layers in itself.
 
     Example:
         >>> model, ids = ra.patch_model(tiny_llama(), "window:4+2"), torch.arange(1, 33)[None]
@@ -55,7 +59,12 @@ class PatternCache(Cache):
         (39, 6)
     """
 
-    def __init__(self, model: nn.Module, offloading: bool = False) -> None:
+    def __new__(cls, model: nn.Module | None = None, *args: Any, **kwargs: Any) -> PatternCache:
+        config = None if model is None else whole_model(model, "PatternCache").config.get_text_config(decoder=True)
+        of_minimax = cls is PatternCache and getattr(config, "model_type", None) == "minimax"
+        return super().__new__(_of_minimax() if of_minimax else cls)
+
+    def __init__(self, model: nn.Module, offloading: bool = False, every_row: bool = False) -> None:
         inner = whole_model(model, "PatternCache")
         config = inner.config.get_text_config(decoder=True)
         if implementation_of(config) != IMPLEMENTATION:
@@ -63,41 +72,43 @@ class PatternCache(Cache):
                 f"PatternCache: {type(inner).__name__} computes attention by {implementation_of(config)!r}: call "
                 f"ra.patch_model(model, pattern) first"
             )
-        shares_keys = getattr(config, "num_kv_shared_layers", 0) or getattr(config, "kv_sharing_modes", None)
-        reason = _why_not(inner, config)
-        if reason is not None:
+        inside, reason = state_inside(inner), why_every_row(config)
+        if inside is not None:
             raise NotImplementedError(
-                f"PatternCache: {type(inner).__name__}: {reason}: pass cache_implementation='dynamic'"
+                f"PatternCache: {inside} keeps its state in the model: pass cache_implementation='dynamic'"
             )
-        self._shared = Shared(bool(shares_keys))
-        layers = pattern_layers(DynamicCache(config=config).layers, self._shared)
-        super().__init__(layers=layers, offloading=offloading, offload_only_non_sliding=False)
+        if reason is not None and not every_row and not all(map(keeps_all, patterns_of(config).values())):
+            warn_once(f"PatternCache keeps every row of {type(inner).__name__}: {reason}", logging.INFO)
+        shares_keys = getattr(config, "num_kv_shared_layers", 0) or getattr(config, "kv_sharing_modes", None)
+        self.shared = Shared(bool(shares_keys), every_row or reason is not None)
+        self.arrival = self.shared.arrival  # the new tokens of the running call
+        layers = pattern_layers(DynamicCache(config=config).layers, self.shared)
+        Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=False)
         self._valid: Tensor | None = None  # [B, tokens], False for padding; None without padding
         self.layout: SequenceLayout | None = None  # of the row that the ranks of a ring share; None for whole rows
         self.document: int | None = None  # the tokens of `prefill`, which `crop` may always go back to
         self._floor = 0  # while recording, the shortest length that `crop` may go back to
-        self._calls = 0
+        self._calls = self._batch = 0
         self._last_recorded: int | None = None  # the call after a `crop`, which is the last one that is recorded
-        self._half_done = False  # whether a call has given keys and has not ended
+        self.half_done = False  # whether a call has given keys and has not ended
 
     @property
     def _pattern_layers(self) -> list[PatternLayer]:  # A model may append layers.
         return [layer for layer in self.layers if isinstance(layer, PatternLayer)]
 
     @property
-    def _seen(self) -> int:
-        """The tokens in the cache, with padding."""
-        return max((layer.seen for layer in self._pattern_layers), default=0)
+    def _state_layers(self) -> list[Any]:
+        return [layer for layer in self.layers if hasattr(layer, "go_back")]
 
     @property
-    def arrival(self) -> Arrival:
-        """The new tokens of the running call."""
-        return self._shared.arrival
+    def _seen(self) -> int:
+        """The tokens in the cache, with padding."""
+        return next((x.seen for x in self.layers if isinstance(x, PatternLayer) and x.seen), 0)
 
     @property
     def nbytes(self) -> int:
         """The bytes of keys and values that the cache has allocated."""
-        return sum(layer.nbytes for layer in self._pattern_layers)
+        return sum(x.numel() * x.element_size() for layer in self._pattern_layers for x in layer.tensors)
 
     @property
     def num_rows(self) -> int:
@@ -119,16 +130,16 @@ class PatternCache(Cache):
         if ends:
             self._end_recording()
         assert tokens is not None
-        self._calls += 1
-        self._shared.arrival = self._counted(now, seen, tokens.shape[1], recording and not ends, ends)
+        self._calls, self._batch = self._calls + 1, len(tokens)
+        self.arrival = self.shared.arrival = self._counted(now, seen, tokens.shape[1], recording and not ends, ends)
 
     def end_call(self) -> None:
         """Ends a call in which all layers have attended."""
-        self._half_done = False
+        self.half_done = False
 
     def _checked(self, now: ForwardPass, tokens: Tensor | None, mask: Any, seen: int) -> Tensor | None:
         """Returns the mask of all tokens, as `_checked_mask` does; refuses calls that this cache cannot serve."""
-        name, ranks, held = type(now.module).__name__, now.ring.world_size, self._batch
+        name, ranks, held = type(now.module).__name__, now.ring.world_size, self._batch if seen else 0
         implementation = implementation_of(now.runner.config)
         if implementation != IMPLEMENTATION:
             raise ValueError(
@@ -138,15 +149,18 @@ class PatternCache(Cache):
         if self.layout is not None and self.layout.world_size != ranks:
             shared = f"{self.layout.world_size} ranks share the PatternCache"
             raise ValueError(f"{name}: {shared}, and the model's ring has {ranks}: call ra.prefill")
-        if self._half_done:
+        if self.half_done:
             raise ValueError(f"{name}: an earlier call with this PatternCache has failed halfway: make another one")
-        if now.exact:
+        if now.exact and not self.shared.every:
             raise ValueError(f"{name}: a PatternCache lacks keys that exact_attention needs: pass cache=DynamicCache()")
         if tokens is None or tokens.dim() < 2 or 0 in tokens.shape[:2]:
             raise ValueError(f"{name}: input_ids or inputs_embeds of new tokens were expected beside a PatternCache")
         batch, n = tokens.shape[:2]
         if held not in (0, batch):
-            raise ValueError(f"{name}: the PatternCache holds {held} batch rows, and {batch} came")
+            raise ValueError(
+                f"{name}: the PatternCache holds {held} batch rows, and {batch} came: for beams, call "
+                f"cache.batch_repeat_interleave(beams)"
+            )
         return self._checked_mask(name, mask, batch, seen, n)
 
     def _counted(self, now: ForwardPass, seen: int, n: int, recording: bool, compact: bool) -> Arrival:
@@ -191,8 +205,8 @@ class PatternCache(Cache):
         if not isinstance(mask, Tensor) or tuple(mask.shape) != (batch, seen + n):
             got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
             raise ValueError(
-                f"{name}: the PatternCache holds {seen} tokens, and {n} came: an attention_mask {[batch, seen + n]} was "
-                f"expected, got {got}"
+                f"{name}: the PatternCache holds {seen} tokens, and {n} came: expected an attention_mask {[batch, seen + n]}, "
+                f"got {got}; to generate, pass torch.cat([document, question], 1)"
             )
         if not mask.is_floating_point() and mask.dtype != torch.bool and int(mask.max()) > 1:
             raise ValueError(f"{name}: the mask numbers packed documents, which have no cache: pass use_cache=False")
@@ -204,14 +218,6 @@ class PatternCache(Cache):
             )
         return None if valid.all() else valid
 
-    def layer_that_takes(self, number: int) -> Any:
-        """Returns the layer that takes new keys; refuses keys outside of a call of a patched model with this cache."""
-        now, layer = running().forward_pass, cast(Any, self.layers[number])
-        if now is None or now.kept is not self:
-            raise ValueError("PatternCache: it serves calls of a patched model: call the model, not its layers")
-        self._half_done, layer.shared = True, self._shared  # A model may have copied the layer alone.
-        return layer
-
     def layer_of(self, module: nn.Module, key: Tensor, value: Tensor) -> PatternLayer:
         """Returns the layer that took the keys and values of a module; other modules may read them too.
 
@@ -220,8 +226,8 @@ class PatternCache(Cache):
         """
         number = getattr(module, "layer_idx", None)
         layer = self.layers[number] if isinstance(number, int) and number < len(self.layers) else None
-        if isinstance(layer, PatternLayer) and layer.pending:
-            return layer  # Its keys may have been cast, or made of latent ones.
+        if isinstance(layer, PatternLayer) and (layer.pending or (layer.shared.every and layer.keys is not None)):
+            return layer  # Its keys may have been cast, or others may have been made of them.
         shared = next((x for x in self._pattern_layers if x.gave(key, value)), None)
         if shared is None:
             raise NotImplementedError(
@@ -238,9 +244,8 @@ class PatternCache(Cache):
         """Leaves the rows of a layer where they are until it has attended (`end_layer`)."""
 
     def end_layer(self, layer: PatternLayer) -> None:
-        """Moves the rows of a layer that has attended to the host's memory, if the cache does."""
-        if self.offloading:
-            layer.offload()
+        """Moves the rows of a layer that has attended to the host's memory."""
+        layer.offload()
 
     # ---- batch rows and lengths
 
@@ -253,27 +258,32 @@ class PatternCache(Cache):
         """
         if tokens_to_remove > 0:
             raise ValueError(f"PatternCache: crop takes minus the number of tokens to remove, got {tokens_to_remove}")
-        seen, layers, count = self._seen, cast(list[Any], self.layers), -tokens_to_remove
+        seen, count = self._seen, -tokens_to_remove
         length = max(0, seen - count)
         lengths = self._positions_at(length)
         document = None if self.document is None else self._positions_at(self.document)
-        has_rows = all(table.has(lengths, document) for table in self._shared.tables.values())
-        has_states = all(layer.goes_back(length == self._floor) for layer in layers if hasattr(layer, "goes_back"))
-        if self._half_done or (count and not (has_rows and has_states)):
+        has_rows = all(table.has(lengths, document) for table in self.shared.tables.values())
+        has_states = all(layer.goes_back(length, self._floor) for layer in self._state_layers)
+        if self.half_done or (count and not (has_rows and has_states)):
             lacking = "rows that {} tokens see were dropped" if has_states else "no state behind {} tokens is kept"
-            reason = "a call has failed halfway" if self._half_done else lacking.format(length)
+            reason = "a call has failed halfway" if self.half_done else lacking.format(length)
             raise ValueError(
                 f"PatternCache: {reason}, of {seen} tokens: call cache.activate_past_recording() before the tokens that you "
                 f"crop"
             )
-        for layer in layers:
-            if not isinstance(layer, PatternLayer) or layer.seen:
-                layer.crop(length - seen)
         if count:
-            for table in self._shared.tables.values():
+            for table in self.shared.tables.values():
                 table.crop(lengths)
             self._valid = None if self._valid is None else self._valid[:, :length]
             self.document = None if self.document is None else min(self.document, length)
+        for layer in self._pattern_layers:
+            if layer.seen:
+                layer.crop(length - seen)
+        for layer in self._state_layers:
+            layer.go_back(length, count)
+            if layer.record_past:
+                layer.forget(self.document)
+                layer.keep(length)
         self._floor, self._last_recorded = length, self._calls + 1
 
     def activate_past_recording(self) -> None:
@@ -281,21 +291,30 @@ class PatternCache(Cache):
         if self._last_recorded is not None or not self.recording:
             self._end_recording()
             self._floor = self._seen
-            super().activate_past_recording()
+            Cache.activate_past_recording(self)
+            self.keep_states()
 
     def _end_recording(self) -> None:
         self._last_recorded = None
         for layer in cast(list[Any], self.layers):
             if getattr(layer, "record_past", False):
                 layer.end_recording()
+        for layer in self._state_layers:
+            layer.forget(self.document)
+
+    def keep_states(self) -> None:
+        """Keeps copies of the states of recurrent layers, which `crop` can go back to."""
+        for layer in self._state_layers:
+            layer.keep(self._seen)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Takes the batch rows of these numbers [rows]."""
-        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+        Cache.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
         rows = beam_idx.cpu()
-        for table in self._shared.tables.values():
+        for table in self.shared.tables.values():
             table.select(lambda x: x.index_select(0, rows))
         self._valid = None if self._valid is None else self._valid[rows]
+        self._batch = len(rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each batch row, as beams of `generate` need it."""
@@ -305,36 +324,34 @@ class PatternCache(Cache):
         """Keeps the batch rows of these numbers."""
         self.reorder_cache(torch.arange(self._batch)[indices.cpu()])
 
-    @property
-    def _batch(self) -> int:
-        return next((len(x) for layer in self._pattern_layers for rows in layer.rows for x in rows.tensors), 0)
-
     def reset(self) -> None:
         """Empties the cache."""
         if self.layout is not None:
             raise ValueError("a sharded cache cannot be filled again: make another one with ra.prefill")
         self._end_recording()
-        super().reset()
-        self._shared.tables.clear()
-        self._valid, self._floor, self.document, self._half_done = None, 0, None, False
+        Cache.reset(self)
+        self.shared.tables.clear()
+        self._valid, self._floor, self.document, self.half_done = None, 0, None, False
 
 
 def _update(cache: PatternCache, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    of_layer = cache.layer_that_takes(layer)
+    now, of_layer = running().forward_pass, cast(Any, cache.layers[layer])
+    if now is None or now.kept is not cache:
+        raise ValueError("PatternCache: it serves calls of a patched model: call the model, not its layers")
+    cache.half_done, of_layer.shared = True, cache.shared  # A model may have copied the layer alone.
     if not cache.offloading:
-        of_layer.update(key, value)
-    else:
-        Cache.update(cache, key, value, layer)
-        of_layer.prefetch()  # if the stream beside has not brought its rows yet
-    return key, value
+        return of_layer.update(key, value)
+    rows = Cache.update(cache, key, value, layer)
+    of_layer.prefetch()  # if the stream beside has not brought its rows yet
+    return rows
 
 
 _update_at_a_break = torch.compiler.disable(_update, reason=UNTRACEABLE)
 
 
-def _why_not(model: nn.Module, config: Any) -> str | None:
-    """Returns why a `PatternCache` cannot serve a model; None if it can."""
-    inside, patterns = state_inside(model), patterns_of(config)
+def why_every_row(config: Any) -> str | None:
+    """Returns why the rows of a model cannot be dropped one by one; None if they can."""
+    patterns = patterns_of(config)
     modes = [*zip(getattr(config, "kv_sharing_modes", None) or (), getattr(config, "layer_types", None) or ())]
     owners = {kind: patterns.get(n, patterns.get(None)) for n, (mode, kind) in enumerate(modes) if mode != "reuse"}
     if any(
@@ -343,34 +360,35 @@ def _why_not(model: nn.Module, config: Any) -> str | None:
         if mode == "reuse"
     ):
         return "layers with other patterns share keys"
-    if config.model_type == "minimax":
-        return "its states are in a cache of another class"
-    return f"{inside} keeps its state in the model itself" if inside else OTHER_VALUES.get(config.model_type)
+    return OTHER_VALUES.get(config.model_type)
 
 
-def cache_for_generate(model: PreTrainedModel, drafts: bool = False, caller: str = "generate") -> Cache | None:
-    """Returns a cache for a caller that was given none, and says so once; None for the one that Transformers makes.
+class _LinearStates(PatternCache):
+    """MiniMax names its states differently and expects its own cache class."""
 
-    Args:
-        drafts: whether the model drafts tokens for another, which may remove any of them again.
-    """
-    config, name = model.config.get_text_config(decoder=True), type(model).__name__
-    if implementation_of(config) != IMPLEMENTATION or any(x is config for x in running().exact):
-        return None
-    patterns, reason = patterns_of(config), _why_not(model, config)
-    # Latent keys take fewer bytes than those of all heads that are made of them, which a PatternCache holds.
-    latent = getattr(config, "kv_lora_rank", None) is not None
-    if not (drafts or latent or all(map(keeps_all, patterns.values()))):
-        if reason is None:
-            warn_once(
-                f"{caller} keeps only the rows that the pattern of {name} can still see (ra.PatternCache): pass "
-                f"cache_implementation='dynamic' to keep all rows",
-                logging.INFO,
-            )
-            return PatternCache(model)
-        warn_once(f"{caller} keeps all rows of {name}: {reason}", logging.INFO)
-    if not patterns.layers:
-        return None
-    cache = DynamicCache(config=config)  # Patterns of layers may reach beyond the windows of the model.
-    cache.layers = [DynamicLayer() if type(x) is DynamicSlidingWindowLayer else x for x in cache.layers]
-    return cache
+    __len__ = Cache.__len__  # That class keeps states in a list.
+
+    def __reduce__(self) -> Any:
+        return _empty_of_minimax, (), vars(self)
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """Returns the state of a layer; None for an empty one."""
+        state: Tensor | None = cast(Any, self.layers[layer_idx]).recurrent_states[0]
+        return state
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """Keeps the state of a layer."""
+        Cache.update_recurrent_state(self, linear_cache, layer_idx)
+        cast(Any, self.layers[layer_idx]).has_previous_state[0] = True  # Only convolutions set it.
+
+
+@functools.cache
+def _of_minimax() -> type[PatternCache]:
+    from transformers.models.minimax.modeling_minimax import MiniMaxCache
+
+    return type("PatternMiniMaxCache", (_LinearStates, MiniMaxCache), {})
+
+
+def _empty_of_minimax() -> PatternCache:
+    """Returns a cache to be filled with the attributes of one that was copied or pickled."""
+    return object.__new__(_of_minimax())

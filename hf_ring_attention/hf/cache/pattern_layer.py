@@ -61,7 +61,7 @@ def layer_call(query: Tensor, key: Tensor, checked: Mapping[str, Any], kernel: s
     return LayerCall(checked["pattern"], scale, softcap, head_shard, kernel, query.shape[1], key.shape[1])
 
 
-class _Rows:
+class HeadRows:
     """The rows of a layer's heads that have one pattern: keys [B, heads, capacity, D] and values [B, heads, capacity, Dv]."""
 
     def __init__(self, heads: tuple[int, ...] | None, table: KeptRows) -> None:
@@ -81,10 +81,12 @@ class _Rows:
         """Writes the new rows [B, key/value heads, n, D] of few queries into slots; rows that nobody sees lose theirs."""
         table = self.table
         table.insert(new, group)
-        if self.views[0].shape[2] < table.num_slots:
-            if self.tensors[0].shape[2] < table.num_slots:
+        in_use = table.positions.shape[2]
+        if self.views[0].shape[2] != in_use:
+            if self.tensors[0].shape[2] < in_use:
                 self._replace(self.views)
-            self._view()
+            else:
+                self.view()
         (keys, values), slots = self.tensors, table.slots_on(key.device)
         if not slots.numel():  # Another rank keeps the new rows.
             return
@@ -109,18 +111,25 @@ class _Rows:
         # Tensors of inference mode could not be written outside of it.
         with torch.inference_mode(False), torch.no_grad():
             self.tensors = []
+            capacity = self.table.capacity
             for x in found:  # Empty slots have a weight of 0, which NaN would ignore.
-                self.tensors.append(x.new_zeros(*x.shape[:2], self.table.capacity, x.shape[3]))
+                self.tensors.append(x.new_zeros(*x.shape[:2], capacity, x.shape[3]))
                 self.tensors[-1][:, :, : x.shape[2]] = x
-        self._view()
+        self.view()
 
-    def _view(self) -> None:
-        self.views = [x.narrow(2, 0, self.table.num_slots) for x in self.tensors]
+    def view(self) -> None:
+        """Looks at the slots in use."""
+        in_use = self.table.positions.shape[2]
+        self.views = [x.narrow(2, 0, in_use) for x in self.tensors]
+
+    def of_heads(self, given: tuple[Tensor, Tensor]) -> list[Tensor]:
+        """Returns keys and values [B, heads, n, D] of these heads."""
+        return [x if self.heads is None else x[:, self.heads] for x in given]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> None:
         """Puts the results of a function in place of keys and values."""
         self.tensors = [function(x) for x in self.tensors]
-        self._view()
+        self.view()
 
 
 def _chosen(x: Tensor, order: Tensor | None) -> Tensor:
@@ -138,13 +147,14 @@ class PatternLayer(CacheLayerMixin):
 
     is_sliding = False
     is_croppable = True
+    kind: type[HeadRows] = HeadRows
 
     def __init__(self, shared: Shared) -> None:
         super().__init__()
         self.shared = shared
         self.seen = 0  # tokens, with padding
         self.record_past = False
-        self.rows: list[_Rows] = []
+        self.rows: list[HeadRows] = []
         self.call: LayerCall | None = None  # that of the layer whose keys these are
         self.pending = False  # whether the layer has not attended yet to the keys that it gave
         self._newest: Any = None  # weak references to these keys and values
@@ -206,7 +216,9 @@ class PatternLayer(CacheLayerMixin):
         self.__init__(self.shared)  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
-        self.seen += tokens_to_remove  # PatternCache crops the tables.
+        self.seen += tokens_to_remove
+        for rows in self.rows:  # PatternCache has cropped the tables.
+            rows.view()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
@@ -222,9 +234,9 @@ class PatternLayer(CacheLayerMixin):
             rows.map(function)
 
     @property
-    def nbytes(self) -> int:
-        """The bytes of all rows that there is room for."""
-        return sum(x.numel() * x.element_size() for rows in self.rows for x in rows.tensors)
+    def tensors(self) -> list[Tensor]:
+        """All rows that there is room for."""
+        return [x for rows in self.rows for x in rows.tensors]
 
     # ---- attention
 
@@ -237,14 +249,10 @@ class PatternLayer(CacheLayerMixin):
                 f"dtype and one device, autocast included"
             )
         if self.call is None:
-            self.call = call
-            first = call.head_shard[0] * call.kv_heads
-            found = [*heads_of_patterns(call.pattern, call.kv_heads, first)]
-            self.rows = [
-                _Rows(None if len(found) == 1 else heads, self.shared.table(own, phases))
-                for own, heads, phases in found
-            ]
-        elif self.call != call:
+            self._set_call(call)
+        elif self.call == call:
+            self.call = call  # The same object as long as nothing changes.
+        else:
             before, now = self.call, call
             same = before.pattern == now.pattern
             what = "other heads or another kernel" if same else f"the pattern {now.pattern}"
@@ -252,6 +260,14 @@ class PatternLayer(CacheLayerMixin):
                 f"PatternCache: it was filled under {before.pattern}, and a layer came with {what}: make another PatternCache "
                 f"for each pattern and model"
             )
+
+    def _set_call(self, call: LayerCall) -> None:
+        self.call = call
+        found = [*heads_of_patterns(call.pattern, call.kv_heads, call.head_shard[0] * call.kv_heads)]
+        self.rows = [
+            self.kind(None if len(found) == 1 else heads, self.shared.table(own, phases))
+            for own, heads, phases in found
+        ]
 
     def rebuild(self, key: Tensor, value: Tensor) -> None:
         """Stores the rows of a prompt, or of one of its pieces, that later calls need."""
@@ -262,24 +278,26 @@ class PatternLayer(CacheLayerMixin):
     def few(self, count: int) -> bool:
         """Returns whether so many queries attend to the rows as they are, each pair with a bias if need be."""
         assert self.call is not None
-        few = count < FEW_QUERIES and self.call.kernel in _BIASED and not self.shared.arrival.compact
+        few = count < FEW_QUERIES and not self.shared.arrival.compact
+        if few and self.call.kernel not in _BIASED:
+            few = not self.shared.every and all(rows.table.sees_every_slot(self.shared.arrival) for rows in self.rows)
         return few or self.shared.keys
 
     def attend_few(self, ring: Ring, q: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         """Returns out [B, H, n, Dv] of few queries, by a kernel call for each pattern of the layer's heads."""
-        call, new, (batch, heads, n, width) = self.call, self.shared.arrival, q.shape
+        call, (batch, heads, n, width) = self.call, q.shape
         assert call is not None
         is_ring = ring.world_size > 1
         with ring.agreement(FORWARD, by_digest=True) if is_ring else nullcontext():
-            if self.pending:
+            if self.pending or self.shared.every:
                 for rows in self.rows:
-                    rows.insert(new, call.group, key, value)
+                    rows.insert(self.shared.arrival, call.group, key, value)
                 self.pending = False
             queries = q.reshape(batch, call.kv_heads, call.group * n, width)
             if len(self.rows) == 1:
-                out, lse = self._of_rows(self.rows[0], queries, ring)
+                out, lse = self._of_rows(self.rows[0], queries, (key, value), ring)
             else:
-                parts = [self._of_rows(rows, queries[:, rows.heads], ring) for rows in self.rows]
+                parts = [self._of_rows(rows, queries[:, rows.heads], (key, value), ring) for rows in self.rows]
                 order = torch.tensor([x for rows in self.rows for x in rows.heads or ()], device=q.device).argsort()
                 out, lse = (torch.cat(x, 1)[:, order] for x in zip(*parts))
             out, lse = out.reshape(batch, heads, n, -1), lse.reshape(batch, heads, n)
@@ -287,27 +305,34 @@ class PatternLayer(CacheLayerMixin):
             out, lse = merged_over(ring, out, lse)
         return (out if sinks is None else add_sinks(out, lse, sinks)[0]).to(q.dtype)
 
-    def _of_rows(self, rows: _Rows, queries: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
+    def _of_rows(
+        self, rows: HeadRows, queries: Tensor, given: tuple[Tensor, Tensor], ring: Ring
+    ) -> tuple[Tensor, Tensor]:
         """Returns out and lse of queries [B, heads, group * n, D]."""
         call, table = self.call, rows.table
+        views = rows.views or rows.of_heads(given)
         assert call is not None
         bias = None if table.bias is None else table.bias_for(queries.dtype, queries.device)
         kernel = self._kernels.get(bias is None)
         if kernel is None:
-            kernel = self._kernels[bias is None] = _kernel_of_rows(call, rows.views, bias, ring)
+            kernel = self._kernels[bias is None] = _kernel_of_rows(call, views, bias, ring)
         results: tuple[Tensor, Tensor]
         if hasattr(kernel, "forward_masked"):
-            results = kernel.forward_masked(queries, *rows.views, Masked(False, call.scale, bias))
+            results = kernel.forward_masked(queries, *views, Masked(False, call.scale, bias))
         else:
-            results = kernel.forward(queries, *rows.views, KernelCall("full", call.scale))
+            results = kernel.forward(queries, *views, KernelCall("full", call.scale))
         if table.blind is not None:
             out, lse = results
             blind = table.blind.to(out.device)
             results = out.masked_fill(blind[..., None], 0), lse.masked_fill(blind, -torch.inf)
         return results
 
-    def expanded(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, HeldKeys, Documents]:
+    def expanded(
+        self, key: Tensor, value: Tensor, given: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, HeldKeys, Documents]:
         """Returns the rows in their places, for many queries: keys, values, what they hold, and the documents.
+
+        `given` are the keys and values that the module attends to; `key` and `value` are those of the new tokens.
 
         The rows of a document end at the last row but one, which stands for empty slots; keys that no query sees are 0 or left
         out. A run never reaches into the pieces of another rank.
@@ -320,9 +345,10 @@ class PatternLayer(CacheLayerMixin):
         for rows in self.rows:
             rows.table.begin(new)
         places = [
-            (rows.table.old + shift).masked_fill(rows.table.old < 0, row_len) if rows.views else None
+            (rows.table.old + shift).masked_fill(rows.table.old < 0, row_len) if rows.table.old.numel() else None
             for rows in self.rows
         ]
+        views = [rows.views or rows.of_heads(given) for rows in self.rows]
         used = [torch.arange(row_len - added, row_len), *(x.flatten() for x in places if x is not None)]
         used = (used := torch.cat(used).unique())[used < row_len]
         widest = max(branch.dilation for own in call.pattern.kv_heads or (call.pattern,) for branch in own.branches)
@@ -336,12 +362,12 @@ class PatternLayer(CacheLayerMixin):
         for number, rows_of_call in enumerate((key, value)):
             x = rows_of_call.new_zeros(*key.shape[:2], num_rows + 1, rows_of_call.shape[3])
             x[:, :, num_rows - added : num_rows] = rows_of_call[:, :, :added]
-            for rows, place in zip(self.rows, places):
+            for rows, of_heads, place in zip(self.rows, views, places):
                 if place is None or not runs:
                     continue
                 run = torch.bucketize(place, starts, right=True) - 1
                 row = torch.where(place < row_len, place - starts[run] + firsts[run], num_rows).to(x.device)
-                old = rows.views[number]
+                old = of_heads[number][:, :, : place.shape[2]]
                 into = x if rows.heads is None else x[:, rows.heads]
                 into.scatter_(2, row[..., None].expand_as(old), old)
                 if rows.heads is not None:

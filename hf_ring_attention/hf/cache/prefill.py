@@ -1,22 +1,23 @@
-"""`prefill`, which fills a cache over a ring with a document."""
+"""`prefill`, which fills a cache over a ring with a document, and the cache of `generate`."""
 
 from __future__ import annotations
 
+import logging
 import re
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...compute.private import implementation_of
+from ...plan.kept import keeps_all
 from ...ring.ring import Ring
-from ..forward_pass import running_with
-from ..model.config import layer_pattern
-from ..model.types import MIXERS
+from ..forward_pass import running, running_with
+from ..model.config import layer_pattern, patterns_of, warn_once
 from ..model.wrappers import attachment_of, cache_argument, evaluating, takes, whole_model
-from .pattern_cache import PatternCache, cache_for_generate
-from .sharded_cache import ShardedCache
-from .state_layers import ShardedHybridCache, sharded_cache, state_inside
+from ..names import IMPLEMENTATION
+from .pattern_cache import PatternCache, why_every_row
+from .state_layers import state_inside
 
 #: The attributes of a config that are the token of an image, a video or a sound.
 _MEDIA = re.compile(r"(image|video|audio|speech)_token_(id|index)")
@@ -28,11 +29,10 @@ def prefill(
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     cache_implementation: str | None = None,
-) -> PatternCache | ShardedCache:
+) -> PatternCache:
     """Computes the keys and values of whole sequences on all ranks of the model's ring; each rank keeps its shard of them.
 
-    Where patterns drop keys, the cache is a `PatternCache`: each rank keeps the rows of its shard that later tokens can still
-    see, and the last rank keeps the later tokens. Models with recurrent states keep every row.
+    Each rank keeps the rows of its shard that later tokens can still see, and the last rank keeps the later tokens.
 
     The cache then serves `generate`, which every rank must call alike (with equal seeds, if it samples), with these tokens and
     at least one more. Afterwards `cache.crop(document.shape[1] - cache.get_seq_length())` makes it ready for another question.
@@ -91,16 +91,33 @@ def prefill(
                 f"prefill: {type(inner).__name__} takes no position_ids, so its generate would number padded rows differently"
             )
     layout = ring.layout_for(input_ids.shape[1], layer_pattern(config, None))
-    whole = cache_implementation is not None or config.model_type in MIXERS
-    cache: Any = None if whole else cache_for_generate(inner, caller="prefill")
-    if not isinstance(cache, PatternCache):
-        cache = sharded_cache(layout, config)
-    else:
-        cache.layout, cache.document = layout if ring.world_size > 1 else None, layout.seq_len
+    made = None if cache_implementation is not None else cache_for_generate(inner, caller="prefill")
+    cache = made or PatternCache(inner, every_row=True)
+    cache.layout, cache.document = layout if ring.world_size > 1 else None, layout.seq_len
     positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
     with evaluating(inner), running_with(on_use=True):  # Nothing uses the hidden states.
         batch = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": positions}
         inner.base_model(**batch, use_cache=True, **cache_argument(cache))
-    if isinstance(cache, ShardedHybridCache):
-        cache.keep_states()
+    cache.keep_states()
     return cache
+
+
+def cache_for_generate(model: PreTrainedModel, drafts: bool = False, caller: str = "generate") -> PatternCache | None:
+    """Returns a cache for a caller that was given none, and says so once; None for the one that Transformers makes.
+
+    Args:
+        drafts: whether the model drafts tokens for another, which may remove any of them again.
+    """
+    config, name = model.config.get_text_config(decoder=True), type(model).__name__
+    exact = any(x is config for x in running().exact)
+    if implementation_of(config) != IMPLEMENTATION or exact or state_inside(model) is not None:
+        return None
+    # Latent keys take fewer bytes than those of all heads that are made of them.
+    every_row = drafts or getattr(config, "kv_lora_rank", None) is not None
+    if not (every_row or why_every_row(config) or all(map(keeps_all, patterns_of(config).values()))):
+        warn_once(
+            f"{caller} keeps only the rows that the pattern of {name} can still see (ra.PatternCache): pass "
+            f"cache_implementation='dynamic' to keep all rows",
+            logging.INFO,
+        )
+    return PatternCache(model, every_row=every_row)

@@ -193,7 +193,7 @@ def _after_model(module: PreTrainedModel, output: Any) -> Any:
 def _check_attended(now: ForwardPass, output: Any) -> None:
     """Refuses results of layers that did not attend by ring_dilated, and of a pooler that saw only a part of the row."""
     name, implementation = type(now.module).__name__, implementation_of(now.runner.config)
-    sharded = now.layout is not None or now.held is not None
+    sharded = now.layout is not None or getattr(now.kept, "layout", None) is not None
     if not now.attended and (sharded or implementation == IMPLEMENTATION):
         raise RuntimeError(
             f"no layer of {name} attended by ring_dilated ({implementation!r} is set), so patterns and rings have no effect: "
@@ -217,7 +217,7 @@ def begin_call(module: PreTrainedModel, runner: PreTrainedModel, kwargs: dict[st
         if isinstance(mask := kwargs.get("attention_mask"), Tensor):
             kwargs["attention_mask"] = (mask != 0).to(mask.dtype)  # Models take its numbers for padding only.
         _warn_of_temperatures(runner.config, max(stop for row in now.documents or () for _, stop in row))
-    if not now.whole and now.held is None:
+    if not now.whole:
         _decide(now, kwargs)
     now.frame = calling_frame(module)
     now.mark_running(True)

@@ -88,7 +88,6 @@ def _looking_at_tokens(now: ForwardPass, kwargs: Mapping[str, Any]) -> list[str]
         "ring": ring_alone(now.ring.kernel),
         "whole": True,
         "kept": None,
-        "held": None,
         "decoder": runner,
     }
     apart = replace(now, rows=rows, probes=True, join_last=None, origin=None, tokens=[], outer=now, **alone)

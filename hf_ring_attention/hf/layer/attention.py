@@ -133,7 +133,8 @@ def _layer_attention(module: nn.Module, tensors: LayerTensors, mask: Tensor | No
         if layer.pending:
             layer.begin(layer_call(*tensors[:2], planned.arguments(), now.ring.kernel), key)
             layer.rebuild(*tensors[1:3])
-            now.kept.end_layer(layer)
+            if now.kept.offloading:
+                now.kept.end_layer(layer)
     return out.transpose(1, 2).contiguous()
 
 
@@ -144,19 +145,22 @@ def _attention_to_kept(
     cache, ring, (query, key, value, sinks) = now.kept, now.ring, tensors
     now.attended = True
     layer = cache.layer_of(module, key, value)
+    new_key, new_value = layer.new_rows(key, value) if layer.shared.every else (key, value)
     if tokens.documents is not None:  # A plain mask. The cache knows positions and documents.
         tokens = Tokens(causal=tokens.causal, own=tokens.own, valid=cache.arrival.padding_inside)
-    facts = facts_of(module, tensors, tokens, settings, now)
+    of_new = query, new_key, new_value, sinks
+    facts = facts_of(module, of_new, tokens, settings, now)
     before, call = layer.checked.get(module, (None, None))
     if before != facts:
-        checked = _checked(module, tensors, tokens, settings, now)
+        checked = _checked(module, of_new, tokens, settings, now)
         if not checked["causal"]:
             raise NotImplementedError(
                 f"{name_of(module)} is not causal, and a PatternCache holds causal rows: use 'sdpa'"
             )
         call = layer_call(query, key, checked, ring.kernel)
-        layer.begin(call, key)
         layer.checked[module] = facts, call
+    if layer.call is not call:
+        layer.begin(call, key)
     if layer.few(query.shape[2]):
         out = layer.attend_few(ring, query, key, value, sinks)
     else:
@@ -164,15 +168,16 @@ def _attention_to_kept(
         asking = (new >= 0).expand(len(query), -1)
         order = padding_first(asking).to(query.device) if cache.arrival.padded else None
         if order is not None:
-            query, key, value = (_reordered(x, order) for x in (query, key, value))
-        keys, values, held, documents = layer.expanded(key, value)
-        layer.rebuild(*tensors[1:3])
+            query, new_key, new_value = (_reordered(x, order) for x in (query, new_key, new_value))
+        keys, values, held, documents = layer.expanded(new_key, new_value, (key, value))
+        layer.rebuild(key, value)
         settings_of_call = call.settings | {"documents": documents, "held": held}
         planned = planned_call(ring, query, keys, values, sinks, **settings_of_call)
         out = planned(query, keys, values, sinks)[0]
         if order is not None:
             out = _reordered(out, order.argsort(1)).masked_fill(~asking[:, None, :, None].to(out.device), 0)
-    cache.end_layer(layer)
+    if cache.offloading:
+        cache.end_layer(layer)
     return out.transpose(1, 2).contiguous()
 
 
@@ -262,7 +267,7 @@ def _checked(
     (query, key, *_), (_, scaling, sliding_window, softcap, given) = tensors, settings
     check_call(module, settings, now)
     continues = now.kept is not None and now.kept.arrival.seen > 0
-    if now.ring.world_size > 1 and tokens.layout is None and tokens.held is None and not continues:
+    if now.ring.world_size > 1 and tokens.layout is None and not continues:
         raise ValueError(
             f"{type(module).__name__} of a sharded model got no mask of ring_dilated: call the model, not its layers; with a "
             f"cp_size, make the ring by Ring.from_accelerator before accelerator.prepare"
@@ -281,13 +286,12 @@ def _checked(
             f"attention without a number: call ra.patch_model(model, pattern)"
         )
     pattern = _pattern_of(module, layer, of_model, now.exact)
-    held, documents = tokens.held, tokens.documents
-    if held is None:
-        if tokens.layout is None:
-            held, documents = _held(module, query.shape[2], key.shape[2], tokens, causal)
-            dropped = tokens.before > (skipped[int(module.layer_idx)] if skipped else 0)  # type: ignore[arg-type]
-            check_dropped_keys(module, dropped, of_model, pattern)
-        check_padding(module, tokens, of_model)
+    held, documents = None, tokens.documents
+    if tokens.layout is None:
+        held, documents = _held(module, query.shape[2], key.shape[2], tokens, causal)
+        dropped = tokens.before > (skipped[int(module.layer_idx)] if skipped else 0)  # type: ignore[arg-type]
+        check_dropped_keys(module, dropped, of_model, pattern)
+    check_padding(module, tokens, of_model)
     call = {"pattern": pattern, "layout": tokens.layout, "causal": causal, "scale": scaling, "documents": documents}
     return call | {"softcap": softcap, "head_shard": head_shard(module, query, key), "held": held}
 

@@ -21,7 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface, and_masks
 
 from ...plan.branches import Segment, Window
 from ...plan.layouts import SequenceLayout
-from ...plan.problem import Documents, HeldKeys
+from ...plan.problem import Documents
 from ...ring.operator import CALLS, UNTRACEABLE, check_not_traced
 from ...ring.planned import refusals_of_all
 from ..forward_pass import ForwardPass, drop_broken_passes, forward_pass_of, number_of
@@ -64,7 +64,6 @@ class Tokens:
     before: int = 0  # the number of tokens of the row before the first key
     missing: tuple[int, ...] = ()  # the number of tokens of each batch row that it has dropped, in a layer with chunks
     layout: SequenceLayout | None = None  # how the sequence is sharded; None if it is whole
-    held: HeldKeys | None = None  # the part of the sequence in the cache of this rank; None for all of it
     #: [B, written], False for padding, if a document has padding inside, as behind a cached prefix; else None. `documents` then
     #: describes rows whose padding was moved to the front.
     valid: Tensor | None = field(default=None, compare=False)
@@ -100,7 +99,7 @@ def ring_dilated_mask(
         )
     with nullcontext() if now is None else refusals_of_all(now.ring):
         causal, own, packed = _read_mask_function(mask_function, config)  # Other ranks may have no block.
-    layout, held = (None, None) if now is None else (now.layout, now.held)
+    layout = None if now is None else now.layout
     # Causal queries are the last tokens that are written.
     written = int(q_offset) + q_length - kv_offset if causal else kv_length
     documents, valid = None, None
@@ -122,7 +121,7 @@ def ring_dilated_mask(
     if own is not None and own[0] is Segment and kv_offset:
         dropped = torch.ones(batch_size, kv_offset) if attention_mask is None else attention_mask[:, :kv_offset]
         missing = tuple((dropped != 0).sum(1).tolist())
-    tokens = Tokens(documents, kv_length, written, causal, own, kv_offset, missing, layout, held, valid)
+    tokens = Tokens(documents, kv_length, written, causal, own, kv_offset, missing, layout, valid)
     if now is not None:
         _warn_of_padding(now, documents, causal, written if now.rows is None else now.rows.length)
     return _mask_of(tokens, now)

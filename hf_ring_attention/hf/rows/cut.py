@@ -13,16 +13,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers.cache_utils import Cache
 
 from ...plan.layouts import SequenceLayout
-from ...plan.problem import HeldKeys
 from ...ring.ring import Ring, ring_alone
 from ...transport.agreement import digest
 from ..cache.pattern_cache import PatternCache
-from ..cache.sharded_cache import ShardedCache
 from ..forward_pass import ForwardPass, WholeRows
 from ..model.config import layer_pattern, warn_once
 from ..model.types import COUNT_BY_MASK
 from ..model.wrappers import cache_in, numbers_documents, takes, tokens_in, tokens_skipped
-from .documents import documents_from_mask, first_position, rows_of_call
+from .documents import first_position, rows_of_call
 from .join import PartOfRows
 
 #: The names that models give to a table of positions.
@@ -202,8 +200,6 @@ def find_rows(now: ForwardPass, kwargs: Mapping[str, Any], multiple: int = 1) ->
         begin_in_cache(now, cache, kwargs)
         if cache is None or cache.get_seq_length() == 0:
             now.rows = cut_rows or rows_to_cut(runner, ring, kwargs, layout=layout, multiple=multiple)
-        elif isinstance(cache, ShardedCache):
-            now.held = _held_in_step(ring, cache, tokens, kwargs.get("attention_mask"))
         part = None if cut_rows is None or cut_rows.layout is None else cut_rows.layout.local_len
         values: dict[str, Any] = {}
         for name, value in kwargs.items():
@@ -252,22 +248,3 @@ def _rows_alone(runner: nn.Module, tokens: Tensor | None, arguments: Mapping[str
             f"{type(runner).__name__} was given packed rows, and takes no position_ids: pass one document a row, padded"
         )
     return rows
-
-
-def _held_in_step(ring: Ring, cache: ShardedCache, tokens: Tensor | None, mask: Any) -> HeldKeys:
-    """Returns what this rank's cache holds in a step of generation; refuses tokens and a mask of other rows."""
-    if tokens is None:
-        raise ValueError("a forward pass needs input_ids or inputs_embeds")
-    length, held = tokens.shape[1], cache.get_seq_length()
-    if tokens.shape[0] != cache.num_rows:
-        came = f"{tokens.shape[0]} came: for beams, call cache.batch_repeat_interleave(beams)"
-        raise ValueError(f"the cache holds {cache.num_rows} batch rows, and {came}")
-    mask_len = mask.shape[1] if isinstance(mask, Tensor) and mask.dim() == 2 else held + length
-    if length == 0 or mask_len != held + length:
-        raise ValueError(
-            f"the cache holds {held} tokens, and {length} came, so an attention_mask has {held} + {length} = "
-            f"{held + length}, not {mask_len}: call model.generate(torch.cat([document, question], 1), cache=cache)"
-        )
-    if isinstance(mask, Tensor):
-        documents_from_mask(mask != 0)
-    return cache.held(ring.rank, length)

@@ -1,0 +1,76 @@
+"""A layer of a `PatternCache` that keeps every row as its module gives it, such as a latent one, and gives all of them back."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .kept_rows import Arrival, Shared
+from .pattern_layer import HeadRows, LayerCall, PatternLayer
+
+
+class _GivenRows(HeadRows):
+    """The rows of heads that are made of others, which their layer keeps: only their table."""
+
+    def insert(self, new: Arrival, group: int, key: Tensor, value: Tensor) -> None:
+        self.rebuild(new, key)
+        self.table.insert(new, group)
+
+    def rebuild(self, new: Arrival, *rows: Tensor) -> None:
+        self.table.begin(new)
+        self.table.append(new, rows[0].shape[2] - self.table.old.shape[2])
+
+
+class EveryRowLayer(PatternLayer):
+    """A layer that keeps every row as its module gives it, and gives all of them back.
+
+    It serves modules that make other keys and values of these, such as those of all heads of latent ones.
+    """
+
+    kind = _GivenRows
+
+    def __init__(self, shared: Shared) -> None:
+        super().__init__(shared)
+        self.stored: list[Tensor] = []
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        super().update(key_states, value_states)
+        new = key_states, value_states
+        if self.stored:
+            old = self._slots_before
+            new = torch.cat([self.stored[0][:, :, :old], new[0]], 2), torch.cat([self.stored[1][:, :, :old], new[1]], 2)
+        self.stored, self._newest = [*new], (weakref.ref(new[0]), weakref.ref(new[1]))
+        return new
+
+    @property
+    def _slots_before(self) -> int:
+        """The slots before the call."""
+        table = self.rows[0].table
+        table.begin(self.shared.arrival)
+        return table.old.shape[2]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return self.stored
+
+    @property
+    def keys(self) -> Tensor | None:
+        return self.stored[0] if self.stored else None
+
+    @keys.setter
+    def keys(self, value: Tensor | None) -> None: ...
+
+    def _map(self, function: Any) -> None:
+        self.stored = [function(x) for x in self.stored]
+
+    def begin(self, call: LayerCall, key: Tensor) -> None:
+        """Takes a call; layers that read these keys may have other patterns."""
+        self._set_call(call)
+
+    def new_rows(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the rows of a call's new tokens, of all that the module attends to."""
+        old = self._slots_before
+        return key[:, :, old:], value[:, :, old:]
