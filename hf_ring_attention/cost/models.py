@@ -12,7 +12,7 @@ from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, Stri
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from ..hf.model.config import PatternsOfLayers, layer_pattern, patch_config
-from ..hf.model.types import MIXER_LAYERS, MIXERS, OTHER_VALUES
+from ..hf.model.types import MIXER_LAYERS, MIXERS, OTHER_CACHES, OTHER_VALUES
 from ..hf.patch import take_pattern_of_adapters
 from ..plan.branches import Branch, Segment, Window
 from ..plan.patterns import Pattern
@@ -140,7 +140,7 @@ def attention_of_model(
         value_dim = getattr(text, "v_head_dim", None) or head_dim
         latent = text.kv_lora_rank + text.qk_rope_head_dim
     window = None if text.model_type == "moshi" else getattr(text, "sliding_window", None)  # Moshi's layers ignore it.
-    refused = text.model_type in OTHER_VALUES
+    refused = text.model_type in OTHER_VALUES | OTHER_CACHES
     times = text.num_experts_per_tok if text.model_type == "jetmoe" else 1  # Its experts share keys.
     kinds = getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * count
     of_kind: dict[str, Branch | None] = {

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..model.config import patterns_of
+from ..model.types import OTHER_VALUES
 from .kept_rows import Arrival, Shared
 from .pattern_layer import HeadRows, LayerCall, PatternLayer
 
@@ -74,3 +76,17 @@ class EveryRowLayer(PatternLayer):
         """Returns the rows of a call's new tokens, of all that the module attends to."""
         old = self._slots_before
         return key[:, :, old:], value[:, :, old:]
+
+
+def why_every_row(config: Any) -> str | None:
+    """Returns why the rows of a model cannot be dropped one by one; None if they can."""
+    patterns = patterns_of(config)
+    modes = [*zip(getattr(config, "kv_sharing_modes", None) or (), getattr(config, "layer_types", None) or ())]
+    owners = {kind: patterns.get(n, patterns.get(None)) for n, (mode, kind) in enumerate(modes) if mode != "reuse"}
+    if any(
+        patterns.get(n, patterns.get(None)) != owners.get(kind)
+        for n, (mode, kind) in enumerate(modes)
+        if mode == "reuse"
+    ):
+        return "layers with other patterns share keys"
+    return OTHER_VALUES.get(config.model_type)

@@ -16,9 +16,10 @@ from ...plan.layouts import SequenceLayout
 from ...ring.operator import UNTRACEABLE
 from ..forward_pass import ForwardPass, running
 from ..model.config import patterns_of, warn_once
-from ..model.types import OTHER_VALUES
+from ..model.types import OTHER_CACHES
 from ..model.wrappers import whole_model
 from ..names import IMPLEMENTATION
+from .every_row import why_every_row
 from .kept_rows import Arrival, Shared
 from .pattern_layer import PatternLayer
 from .state_layers import pattern_layers, state_inside
@@ -37,7 +38,7 @@ class PatternCache(Cache):
     which recording began, and to no other. `prefill` makes caches that the ranks of a ring share; these also go back to the end
     of the prefilled tokens. A filled cache can be copied and pickled.
 
-    Some models make other keys of those in their cache (DiffLlama, Dory) or share them among layers with several patterns
+    Some models make other keys of those in their cache (DiffLlama) or share them among layers with several patterns
     (Gemma 4): of these every row is kept, and this is logged once.
 
     Args:
@@ -47,7 +48,7 @@ class PatternCache(Cache):
 
     Raises:
         ValueError: a model that does not compute with "ring_dilated".
-        NotImplementedError: a model that keeps states of its layers in itself.
+        NotImplementedError: a model that keeps states of its layers in itself, and Dory, whose layers run several times.
 
     Example:
         >>> model, ids = ra.patch_model(tiny_llama(), "window:4+2"), torch.arange(1, 33)[None]
@@ -72,10 +73,10 @@ class PatternCache(Cache):
                 f"PatternCache: {type(inner).__name__} computes attention by {implementation_of(config)!r}: call "
                 f"ra.patch_model(model, pattern) first"
             )
-        inside, reason = state_inside(inner), why_every_row(config)
-        if inside is not None:
+        refused, reason = why_refused(inner), why_every_row(config)
+        if refused is not None:
             raise NotImplementedError(
-                f"PatternCache: {inside} keeps its state in the model: pass cache_implementation='dynamic'"
+                f"PatternCache: {type(inner).__name__}: {refused}: pass cache_implementation='dynamic'"
             )
         if reason is not None and not every_row and not all(map(keeps_all, patterns_of(config).values())):
             warn_once(f"PatternCache keeps every row of {type(inner).__name__}: {reason}", logging.INFO)
@@ -260,18 +261,14 @@ class PatternCache(Cache):
             raise ValueError(f"PatternCache: crop takes minus the number of tokens to remove, got {tokens_to_remove}")
         seen, count = self._seen, -tokens_to_remove
         length = max(0, seen - count)
-        lengths = self._positions_at(length)
-        document = None if self.document is None else self._positions_at(self.document)
-        has_rows = all(table.has(lengths, document) for table in self.shared.tables.values())
-        has_states = all(layer.goes_back(length, self._floor) for layer in self._state_layers)
-        if self.half_done or (count and not (has_rows and has_states)):
-            lacking = "rows that {} tokens see were dropped" if has_states else "no state behind {} tokens is kept"
-            reason = "a call has failed halfway" if self.half_done else lacking.format(length)
+        reason = self._why_no_crop(length) if count or self.half_done else None
+        if reason is not None:
             raise ValueError(
                 f"PatternCache: {reason}, of {seen} tokens: call cache.activate_past_recording() before the tokens that you "
                 f"crop"
             )
         if count:
+            lengths = self._positions_at(length)
             for table in self.shared.tables.values():
                 table.crop(lengths)
             self._valid = None if self._valid is None else self._valid[:, :length]
@@ -285,6 +282,16 @@ class PatternCache(Cache):
                 layer.forget(self.document)
                 layer.keep(length)
         self._floor, self._last_recorded = length, self._calls + 1
+
+    def _why_no_crop(self, length: int) -> str | None:
+        """Returns why the cache cannot go back to this many tokens; None if it can."""
+        if self.half_done:
+            return "a call has failed halfway"
+        if not all(layer.goes_back(length, self._floor) for layer in self._state_layers):
+            return f"no state behind {length} tokens is kept"
+        ends = self._positions_at(length), None if self.document is None else self._positions_at(self.document)
+        has_rows = all(table.has(*ends) for table in self.shared.tables.values())
+        return None if has_rows else f"rows that {length} tokens see were dropped"
 
     def activate_past_recording(self) -> None:
         """Keeps all later rows until the next `crop`, which then may remove any of them."""
@@ -349,18 +356,10 @@ def _update(cache: PatternCache, key: Tensor, value: Tensor, layer: int) -> tupl
 _update_at_a_break = torch.compiler.disable(_update, reason=UNTRACEABLE)
 
 
-def why_every_row(config: Any) -> str | None:
-    """Returns why the rows of a model cannot be dropped one by one; None if they can."""
-    patterns = patterns_of(config)
-    modes = [*zip(getattr(config, "kv_sharing_modes", None) or (), getattr(config, "layer_types", None) or ())]
-    owners = {kind: patterns.get(n, patterns.get(None)) for n, (mode, kind) in enumerate(modes) if mode != "reuse"}
-    if any(
-        patterns.get(n, patterns.get(None)) != owners.get(kind)
-        for n, (mode, kind) in enumerate(modes)
-        if mode == "reuse"
-    ):
-        return "layers with other patterns share keys"
-    return OTHER_VALUES.get(config.model_type)
+def why_refused(model: Any) -> str | None:
+    """Returns why no `PatternCache` serves a model; None if one does."""
+    inside = state_inside(model)
+    return f"{inside} keeps its state in the model" if inside else OTHER_CACHES.get(model.config.model_type)
 
 
 class _LinearStates(PatternCache):

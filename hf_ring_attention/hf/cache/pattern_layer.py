@@ -352,10 +352,7 @@ class PatternLayer(CacheLayerMixin):
         used = [torch.arange(row_len - added, row_len), *(x.flatten() for x in places if x is not None)]
         used = (used := torch.cat(used).unique())[used < row_len]
         widest = max(branch.dilation for own in call.pattern.kv_heads or (call.pattern,) for branch in own.branches)
-        pieces = torch.bucketize(used + (new.total - row_len), torch.tensor(new.pieces), right=True)
-        begins = F.pad((used.diff() > widest) | (pieces.diff() != 0), (1, 0), value=True)[: len(used)]
-        starts, stops = used[begins], used[begins.roll(-1)] + 1
-        firsts = (stops - starts).cumsum(0) - (stops - starts)
+        firsts, starts, stops = _runs_of_places(used, widest, new.pieces, new.total - row_len)
         num_rows = int((stops - starts).sum())
         runs = tuple(zip(firsts.tolist(), starts.tolist(), stops.tolist()))
         every = []
@@ -363,19 +360,33 @@ class PatternLayer(CacheLayerMixin):
             x = rows_of_call.new_zeros(*key.shape[:2], num_rows + 1, rows_of_call.shape[3])
             x[:, :, num_rows - added : num_rows] = rows_of_call[:, :, :added]
             for rows, of_heads, place in zip(self.rows, views, places):
-                if place is None or not runs:
-                    continue
-                run = torch.bucketize(place, starts, right=True) - 1
-                row = torch.where(place < row_len, place - starts[run] + firsts[run], num_rows).to(x.device)
-                old = of_heads[number][:, :, : place.shape[2]]
-                into = x if rows.heads is None else x[:, rows.heads]
-                into.scatter_(2, row[..., None].expand_as(old), old)
-                if rows.heads is not None:
-                    x[:, rows.heads] = into
+                if place is not None and runs:
+                    run = torch.bucketize(place, starts, right=True) - 1
+                    row = torch.where(place < row_len, place - starts[run] + firsts[run], num_rows)
+                    _scatter(x, rows.heads, row, of_heads[number][:, :, : place.shape[2]])
             every.append(x)
         ends = new.after.expand(key.shape[0]).tolist()
         documents: Documents = tuple(((row_len - end, row_len),) if end else () for end in ends)
         return every[0], every[1], HeldKeys(row_len, n, num_rows + 1, runs), documents
+
+
+def _runs_of_places(used: Tensor, widest: int, pieces: tuple[int, ...], shift: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the runs of places [m], which rise: the first row of each, its first place, and the place behind its last one.
+
+    A gap of more than `widest` begins another run, and so does the beginning of a piece, which are `shift` places further.
+    """
+    number = torch.bucketize(used + shift, torch.tensor(pieces), right=True)
+    begins = F.pad((used.diff() > widest) | (number.diff() != 0), (1, 0), value=True)[: len(used)]
+    starts, stops = used[begins], used[begins.roll(-1)] + 1
+    return (stops - starts).cumsum(0) - (stops - starts), starts, stops
+
+
+def _scatter(x: Tensor, heads: tuple[int, ...] | None, rows: Tensor, values: Tensor) -> None:
+    """Writes values [B, heads, m, D] of some heads, None for all, into rows [B or 1, heads or 1, m] of x [B, H, n, D]."""
+    into = x if heads is None else x[:, heads]
+    into.scatter_(2, rows.to(x.device)[..., None].expand_as(values), values)
+    if heads is not None:
+        x[:, heads] = into
 
 
 def _kernel_of_rows(call: LayerCall, rows: Sequence[Tensor], bias: Tensor | None, ring: Ring) -> Any:

@@ -8,6 +8,7 @@ import re
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ...compute.private import implementation_of
 from ...plan.kept import keeps_all
@@ -16,8 +17,8 @@ from ..forward_pass import running, running_with
 from ..model.config import layer_pattern, patterns_of, warn_once
 from ..model.wrappers import attachment_of, cache_argument, evaluating, takes, whole_model
 from ..names import IMPLEMENTATION
-from .pattern_cache import PatternCache, why_every_row
-from .state_layers import state_inside
+from .every_row import why_every_row
+from .pattern_cache import PatternCache, why_refused
 
 #: The attributes of a config that are the token of an image, a video or a sound.
 _MEDIA = re.compile(r"(image|video|audio|speech)_token_(id|index)")
@@ -67,32 +68,12 @@ def prefill(
         agreed.same("cache_implementation", cache_implementation)
         if cache_implementation not in (None, "dynamic"):
             raise ValueError(f"prefill: cache_implementation must be None or 'dynamic', got {cache_implementation!r}")
-        inside = state_inside(inner)
-        if inside is not None:
-            raise NotImplementedError(
-                f"prefill: {inside} keeps its state in the model, and no cache can go on from there: generate on one process "
-                f"(ring=None) without prefill"
-            )
         # The forward pass compares the mask with the other ranks' mask.
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        if input_ids.dim() != 2 or 0 in input_ids.shape or mask.shape != input_ids.shape:
-            got = f"{tuple(input_ids.shape)} and a mask {tuple(mask.shape)}"
-            raise ValueError(f"prefill: input_ids must be [batch, tokens], like the mask, got {got}")
-        media = [x for name, x in vars(inner.config).items() if _MEDIA.fullmatch(name) and isinstance(x, int)]
-        if inner.config is not config and bool(
-            torch.isin(input_ids, torch.tensor(media, device=input_ids.device)).any()
-        ):
-            raise ValueError(
-                f"prefill: input_ids hold tokens of images or sounds ({media}), and prefill takes none: call the model with "
-                f"them and cache=ra.PatternCache(model)"
-            )
-        if not bool(mask.all()) and not takes(inner, "position_ids"):
-            raise ValueError(
-                f"prefill: {type(inner).__name__} takes no position_ids, so its generate would number padded rows differently"
-            )
+        _check_rows(inner, input_ids, mask)
     layout = ring.layout_for(input_ids.shape[1], layer_pattern(config, None))
     made = None if cache_implementation is not None else cache_for_generate(inner, caller="prefill")
-    cache = made or PatternCache(inner, every_row=True)
+    cache = made if isinstance(made, PatternCache) else PatternCache(inner, every_row=True)
     cache.layout, cache.document = layout if ring.world_size > 1 else None, layout.seq_len
     positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
     with evaluating(inner), running_with(on_use=True):  # Nothing uses the hidden states.
@@ -102,7 +83,29 @@ def prefill(
     return cache
 
 
-def cache_for_generate(model: PreTrainedModel, drafts: bool = False, caller: str = "generate") -> PatternCache | None:
+def _check_rows(model: PreTrainedModel, input_ids: Tensor, mask: Tensor) -> None:
+    """Refuses models and rows that `prefill` does not take."""
+    if refused := why_refused(model):
+        raise NotImplementedError(
+            f"prefill: {type(model).__name__}: {refused}: generate on one process (ring=None) without prefill"
+        )
+    if input_ids.dim() != 2 or 0 in input_ids.shape or mask.shape != input_ids.shape:
+        got = f"{tuple(input_ids.shape)} and a mask {tuple(mask.shape)}"
+        raise ValueError(f"prefill: input_ids must be [batch, tokens], like the mask, got {got}")
+    media = [x for name, x in vars(model.config).items() if _MEDIA.fullmatch(name) and isinstance(x, int)]
+    only_text = model.config is model.config.get_text_config()
+    if not only_text and bool(torch.isin(input_ids, torch.tensor(media, device=input_ids.device)).any()):
+        raise ValueError(
+            f"prefill: input_ids hold tokens of images or sounds ({media}), and prefill takes none: call the model with "
+            f"them and cache=ra.PatternCache(model)"
+        )
+    if not bool(mask.all()) and not takes(model, "position_ids"):
+        raise ValueError(
+            f"prefill: {type(model).__name__} takes no position_ids, so its generate would number padded rows differently"
+        )
+
+
+def cache_for_generate(model: PreTrainedModel, drafts: bool = False, caller: str = "generate") -> Cache | None:
     """Returns a cache for a caller that was given none, and says so once; None for the one that Transformers makes.
 
     Args:
@@ -110,8 +113,13 @@ def cache_for_generate(model: PreTrainedModel, drafts: bool = False, caller: str
     """
     config, name = model.config.get_text_config(decoder=True), type(model).__name__
     exact = any(x is config for x in running().exact)
-    if implementation_of(config) != IMPLEMENTATION or exact or state_inside(model) is not None:
+    if implementation_of(config) != IMPLEMENTATION or exact:
         return None
+    if refused := why_refused(model):
+        warn_once(f"{caller} keeps all rows of {name}: {refused}", logging.INFO)
+        cache = DynamicCache(config=config)  # Patterns of layers may reach beyond the windows of the model.
+        cache.layers = [DynamicLayer() if type(x) is DynamicSlidingWindowLayer else x for x in cache.layers]
+        return cache
     # Latent keys take fewer bytes than those of all heads that are made of them.
     every_row = drafts or getattr(config, "kv_lora_rank", None) is not None
     if not (every_row or why_every_row(config) or all(map(keeps_all, patterns_of(config).values()))):

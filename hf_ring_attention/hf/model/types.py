@@ -58,8 +58,10 @@ DECODERS_ALL_THE_SAME = ("gpt_neox", "gpt_neox_japanese")
 #: Model types whose layers attend to other values than they give to their cache, which a `PatternCache` cannot hold.
 OTHER_VALUES = {
     "diffllama": "its layers attend twice, to two halves of the values",
-    "dory": "its layers run several times, each time with other keys",
 }
+
+#: Types that no `PatternCache` serves, with the reason.
+OTHER_CACHES = {"dory": "its layers run several times, each time with other keys"}
 
 #: Decoders that count positions by the mask, from its first token on. Other types count all tokens of a row.
 COUNT_BY_MASK = ("opt",)
