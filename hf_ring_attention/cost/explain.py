@@ -230,32 +230,40 @@ def explain(
     problem, widths = Problem(pattern, division, rows, **call, settings=RingSettings(heads=heads)), head_dim + value_dim
     sizes = RowBytes(widths * itemsize, widths * accumulated)
     problem, decision = decide_call(transport, problem, sizes)
-    ranks, by_heads = range(world_size), heads_fit(num_heads, num_kv_heads, group_size(problem))
-    plans = [plan_rank(problem, rank) for rank in ranks]
-    by_tokens = [plan.pairs for plan in plans]
-    own = [2 * widths * sum(batch.pairs(problem.group) for batch in plan.own) for plan in plans]
-    pairs = {"ring": by_tokens, "collective": by_tokens}
-    if by_heads:
-        pairs["heads"] = [heads_pairs(problem, rank) for rank in ranks]
     layouts.append(balanced_layout(seq_len, world_size, pattern, rows))
-    work = pairs["heads" if decision.choice == "heads" else "ring"]
-    lengths = [stop - start for row in rows for start, stop in row]
-    of_exact = num_heads * sum(n * (n + 1) // 2 if causal else n * n for n in lengths)
-    ways: Any = (ring_traffic, collective_traffic, heads_traffic if by_heads else lambda *_: None)
     cache = None
     if causal and all(len(row) == 1 for row in rows):
         cache = cache_of_layer(pattern, num_kv_heads, seq_len, len(rows), sizes.row_bytes)
-    moved = [[traffic(problem, rank, sizes) for traffic in ways] for rank in ranks]
     return Explanation(
         pattern=pattern,
         layout=division,
         layout_decision=layout_decision,
         decision=decision,
-        imbalance=busiest_over_mean(work),
-        flop_share=sum(work) / (of_exact or 1),
-        ranks=tuple(RankShare(rank, 2 * widths * work[rank], own[rank], *moved[rank]) for rank in ranks),
         layouts={layout.kind: estimated_imbalance(layout, pattern, rows) for layout in layouts},
-        balance={name: busiest_over_mean(of_ranks) for name, of_ranks in pairs.items()},
         cache=cache,
-        pieces_of_heads=len(pieces_of(problem, 0)) if by_heads else 1,
+        **_fields_of_ranks(problem, decision.choice, sizes, 2 * widths),
     )
+
+
+def _fields_of_ranks(problem: Problem, transport: str, sizes: RowBytes, pair_flops: int) -> dict[str, Any]:
+    """Returns the fields of an `Explanation` that follow from the plans of all ranks."""
+    ranks = range(problem.layout.world_size)
+    by_heads = heads_fit(problem.num_heads, problem.num_kv_heads, group_size(problem))
+    plans = [plan_rank(problem, rank) for rank in ranks]
+    by_tokens = [plan.pairs for plan in plans]
+    own = [pair_flops * sum(batch.pairs(problem.group) for batch in plan.own) for plan in plans]
+    pairs = {"ring": by_tokens, "collective": by_tokens}
+    if by_heads:
+        pairs["heads"] = [heads_pairs(problem, rank) for rank in ranks]
+    work = pairs.get(transport, by_tokens)
+    lengths = [stop - start for row in problem.documents for start, stop in row]
+    of_exact = problem.num_heads * sum(n * (n + 1) // 2 if problem.causal else n * n for n in lengths)
+    ways: Any = (ring_traffic, collective_traffic, heads_traffic if by_heads else lambda *_: None)
+    moved = [[traffic(problem, rank, sizes) for traffic in ways] for rank in ranks]
+    return {
+        "imbalance": busiest_over_mean(work),
+        "flop_share": sum(work) / (of_exact or 1),
+        "ranks": tuple(RankShare(rank, pair_flops * work[rank], own[rank], *moved[rank]) for rank in ranks),
+        "balance": {name: busiest_over_mean(of_ranks) for name, of_ranks in pairs.items()},
+        "pieces_of_heads": len(pieces_of(problem, 0)) if by_heads else 1,
+    }

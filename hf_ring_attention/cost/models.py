@@ -129,16 +129,7 @@ def attention_of_model(
         config = patch_config(copy.deepcopy(config), pattern)
     text = config.get_text_config(decoder=True)
     _check_alike(text, name)
-    heads, count = _positive(text, name, "num_attention_heads"), _positive(text, name, "num_hidden_layers")
-    kv_heads = 1 if getattr(text, "multi_query", False) else getattr(text, "num_key_value_heads", None) or heads
-    kv_heads = getattr(getattr(text, "attn_config", None), "kv_n_heads", None) or kv_heads  # Configs of dbrx have it.
-    head_dim = next((x for x in (getattr(text, n, None) for n in ("head_dim", "kv_channels")) if x), None)
-    latent = None
-    value_dim = head_dim = head_dim or _positive(text, name, "hidden_size") // heads
-    if getattr(text, "qk_nope_head_dim", None):  # Latent attention expands its keys.
-        head_dim, kv_heads = text.qk_nope_head_dim + text.qk_rope_head_dim, heads
-        value_dim = getattr(text, "v_head_dim", None) or head_dim
-        latent = text.kv_lora_rank + text.qk_rope_head_dim
+    count = _positive(text, name, "num_hidden_layers")
     window = None if text.model_type == "moshi" else getattr(text, "sliding_window", None)  # Moshi's layers ignore it.
     refused = text.model_type in OTHER_VALUES | OTHER_CACHES
     times = text.num_experts_per_tok if text.model_type == "jetmoe" else 1  # Its experts share keys.
@@ -160,19 +151,30 @@ def attention_of_model(
     return ModelAttention(
         name=name,
         model_type=text.model_type,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        value_dim=value_dim,
+        **_heads_of(text, name),
         base=layer_pattern(text, None),
         layers=tuple(layers.values()),
         numbers=tuple(layers),
         mixers=mixers,
-        latent=latent,
         kept_times=None if refused else times,
         first_without_keys=count - shared if (shared := getattr(text, "num_kv_shared_layers", None)) else None,
         positions=getattr(text, "max_position_embeddings", None),
     )
+
+
+def _heads_of(text: PretrainedConfig, name: str) -> dict[str, Any]:
+    """Returns the fields of a `ModelAttention` about heads."""
+    heads = _positive(text, name, "num_attention_heads")
+    if getattr(text, "qk_nope_head_dim", None):  # Latent attention expands its keys.
+        width = text.qk_nope_head_dim + text.qk_rope_head_dim
+        of_values = getattr(text, "v_head_dim", None) or width
+        latent = text.kv_lora_rank + text.qk_rope_head_dim
+        return {"num_heads": heads, "num_kv_heads": heads, "head_dim": width, "value_dim": of_values, "latent": latent}
+    kv_heads = 1 if getattr(text, "multi_query", False) else getattr(text, "num_key_value_heads", None) or heads
+    kv_heads = getattr(getattr(text, "attn_config", None), "kv_n_heads", None) or kv_heads  # Configs of dbrx have it.
+    width = next((x for x in (getattr(text, n, None) for n in ("head_dim", "kv_channels")) if x), None)
+    width = width or _positive(text, name, "hidden_size") // heads
+    return {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": width, "value_dim": width}
 
 
 def _positive(text: PretrainedConfig, name: str, attribute: str) -> int:

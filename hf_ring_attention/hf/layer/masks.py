@@ -92,20 +92,16 @@ def ring_dilated_mask(
     goes_on = now is not None and now.kept is not None and now.kept.arrival.seen > 0
     if config is not None and now is None:  # `patch_model` checks the config of a model.
         check_config(config)
-    unknown = [name for name, value in kwargs.items() if value is not None and name not in _OPTIONS_OF_SQUARES]
-    if unknown:
-        raise NotImplementedError(
-            f"{class_name(config)}: ring_dilated does not know the mask argument {', '.join(unknown)}: use 'eager' or 'sdpa'"
-        )
+    _check_options(config, kwargs)
     with nullcontext() if now is None else refusals_of_all(now.ring):
         causal, own, packed = _read_mask_function(mask_function, config)  # Other ranks may have no block.
     layout = None if now is None else now.layout
     # Causal queries are the last tokens that are written.
     written = int(q_offset) + q_length - kv_offset if causal else kv_length
-    documents, valid = None, None
     if goes_on:
         assert now is not None  # The cache knows the documents.
         return _mask_of(Tokens(causal=causal, own=own, valid=now.kept.arrival.padding_inside), now)
+    valid = None
     if packed is not None and layout is None and not (now and now.rows and now.rows.from_collator):
         # Without a mask, Transformers reads documents from positions by another rule, which other implementations follow.
         documents = documents_from_mask((packed + 1).expand(batch_size, -1))
@@ -125,6 +121,15 @@ def ring_dilated_mask(
     if now is not None:
         _warn_of_padding(now, documents, causal, written if now.rows is None else now.rows.length)
     return _mask_of(tokens, now)
+
+
+def _check_options(config: Any, options: Mapping[str, Any]) -> None:
+    """Refuses arguments of a mask that may change it."""
+    unknown = [name for name, value in options.items() if value is not None and name not in _OPTIONS_OF_SQUARES]
+    if unknown:
+        raise NotImplementedError(
+            f"{class_name(config)}: ring_dilated does not know the mask argument {', '.join(unknown)}: use 'eager' or 'sdpa'"
+        )
 
 
 def _mask_of(tokens: Tokens, now: ForwardPass | None) -> Tensor:

@@ -200,18 +200,24 @@ def find_rows(now: ForwardPass, kwargs: Mapping[str, Any], multiple: int = 1) ->
         begin_in_cache(now, cache, kwargs)
         if cache is None or cache.get_seq_length() == 0:
             now.rows = cut_rows or rows_to_cut(runner, ring, kwargs, layout=layout, multiple=multiple)
-        part = None if cut_rows is None or cut_rows.layout is None else cut_rows.layout.local_len
-        values: dict[str, Any] = {}
-        for name, value in kwargs.items():
-            if isinstance(value, Tensor) and value.shape[1:2] != (part,):
-                values[name] = digest(value)
-            elif value is None or isinstance(value, (bool, int, float, str)):
-                values[name] = value
-        values |= {"the division of the rows": digest(now.rows), "whether the model trains": runner.training}
-        agreed.values = values | {"whether gradients are recorded": torch.is_grad_enabled()}
+        agreed.values = _shared_values(now, kwargs)
         if now.rows is not None:
             agreed.same("the tokens of a cut batch", now.rows.checksum)
             agreed.same("the model's weights", digest(_some_weights(now.module)), _REPLICAS)
+
+
+def _shared_values(now: ForwardPass, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what all ranks of a ring must have in common in a call, by its names in an error."""
+    cut_rows = now.call.rows
+    part = None if cut_rows is None or cut_rows.layout is None else cut_rows.layout.local_len
+    values: dict[str, Any] = {}
+    for name, value in kwargs.items():
+        if isinstance(value, Tensor) and value.shape[1:2] != (part,):
+            values[name] = digest(value)
+        elif value is None or isinstance(value, (bool, int, float, str)):
+            values[name] = value
+    values |= {"the division of the rows": digest(now.rows), "whether the model trains": now.runner.training}
+    return values | {"whether gradients are recorded": torch.is_grad_enabled()}
 
 
 def _some_weights(model: nn.Module) -> Tensor:

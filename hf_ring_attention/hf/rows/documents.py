@@ -68,15 +68,20 @@ def rows_of_call(runner: nn.Module, tokens: Tensor, arguments: Mapping[str, Any]
     # A mask knows padding, but no borders between documents.
     if mask is not None and not any(torch.equal(valid, x) for x in (inside, torch.ones_like(inside))):
         found["the padding of attention_mask"] = by_mask
-    for (name, documents), (other, others) in itertools.pairwise(found.items()):
+    _check_equal(found)
+    if collator is not None or (divided and mask is None):
+        _check_positions(positions, restarts, collator, first)
+    return WholeRows(batch, length, next(iter(found.values()), by_mask), from_collator=collator is not None)
+
+
+def _check_equal(descriptions: Mapping[str, Documents]) -> None:
+    """Refuses descriptions, by their names, of other documents."""
+    for (name, documents), (other, others) in itertools.pairwise(descriptions.items()):
         if documents != others:
             raise ValueError(
                 f"{name} and {other} contradict each other: they describe the documents {documents} and {others}: pass the "
                 f"collator's batch unchanged"
             )
-    if collator is not None or (divided and mask is None):
-        _check_positions(positions, restarts, collator, first)
-    return WholeRows(batch, length, next(iter(found.values()), by_mask), from_collator=collator is not None)
 
 
 def _check_shapes(shape: tuple[int, int], arguments: Mapping[str, Any], divided: bool) -> None:

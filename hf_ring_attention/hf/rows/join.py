@@ -101,25 +101,26 @@ def kept(local: Tensor, rows: WholeRows, ring: Ring, numbers: Tensor) -> Tensor:
     return ring.side_by_side(picked[None], 0).sum(0)
 
 
+def _with_rows_joined(x: Any, join: Callable[[Tensor], Tensor], part: tuple[int, int], flat: bool = False) -> Any:
+    """Returns x with `join` of each tensor in it that has a value for each token of a part [B, n], or, `flat`, [B * n]."""
+    if isinstance(x, (tuple, list)):
+        return type(x)(_with_rows_joined(entry, join, part, flat) for entry in x)
+    if isinstance(x, Tensor) and tuple(x.shape[:2]) == part:
+        return join(x)
+    if isinstance(x, Tensor) and x.dim() > 1 and flat and x.shape[0] == part[0] * part[1]:
+        return join(x.unflatten(0, part)).flatten(0, 1)
+    return x
+
+
 def joined_output(now: ForwardPass, output: Any) -> Any:
     """Returns the output of a decoder with whole rows in place of parts, and last hidden states as the head takes them."""
     rows, ring, layout = now.rows, now.ring, now.layout
     assert rows is not None
     if layout is None and now.join_last is None:
         return output
-    part = (rows.batch, rows.length if layout is None else layout.local_len)
+    whole = partial(_with_rows_joined, part=(rows.batch, rows.length if layout is None else layout.local_len))
     join_rows = partial(whole_rows, rows=rows, ring=ring)
     join_last = now.join_last or join_rows
-
-    def whole(x: Any, join: Callable[[Tensor], Tensor], flat: bool = False) -> Any:
-        if isinstance(x, (tuple, list)):
-            return type(x)(whole(entry, join, flat) for entry in x)
-        if isinstance(x, Tensor) and tuple(x.shape[:2]) == part:
-            return join(x)
-        if isinstance(x, Tensor) and x.dim() > 1 and flat and x.shape[0] == part[0] * part[1]:
-            return join(x.unflatten(0, part)).flatten(0, 1)
-        return x
-
     if not isinstance(output, MutableMapping):
         return (whole(output[0], join_last), *(whole(x, join_rows) for x in output[1:]))
     for name, x in output.items():
