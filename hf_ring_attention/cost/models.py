@@ -20,7 +20,7 @@ from ..plan.state_runs import StateNumbers, delta_rule_sums, selective_sums, sta
 from .layers import ModelAttention, ModelMixers
 
 #: Errors of Transformers for a config that it cannot read; its configs check little before they compute with an entry.
-_UNREADABLE = (
+UNREADABLE = (
     *(OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError, StrictDataclassError),
 )
 #: More layers, heads or experts than any model has; Transformers makes lists of that many.
@@ -55,8 +55,8 @@ def load_config(model: str, *, trust: bool = False) -> PretrainedConfig:
     try:
         _check_counts(PretrainedConfig.get_config_dict(model)[0])
         config: PretrainedConfig = AutoConfig.from_pretrained(model, trust_remote_code=trust)
-    except _UNREADABLE as error:
-        reason = _unreadable(model, error)
+    except UNREADABLE as error:
+        reason = unreadable(model, error)
         if isinstance(error, OSError) and not Path(model).exists():
             reason = f"there is no folder {model!r}, and {_answer_of_hub(error)}"
         elif "trust_remote_code" in str(error):
@@ -96,8 +96,8 @@ def config_of(model: Any) -> PretrainedConfig:
         try:
             _check_counts(model)
             made: PretrainedConfig = CONFIG_MAPPING[model_type].from_dict(dict(model))
-        except _UNREADABLE as error:
-            raise ValueError(_unreadable(model_type, error)) from error
+        except UNREADABLE as error:
+            raise ValueError(unreadable(model_type, error)) from error
         return made
     config = getattr(model, "config", model)
     if not isinstance(config, PretrainedConfig):
@@ -107,7 +107,7 @@ def config_of(model: Any) -> PretrainedConfig:
     return config
 
 
-def _unreadable(name: str, error: Exception) -> str:
+def unreadable(name: str, error: Exception) -> str:
     words = str(error).split() or [type(error).__name__]
     return f"the config of {name!r} cannot be read: {' '.join(words[:18])}{' ...' if len(words) > 18 else ''}"
 

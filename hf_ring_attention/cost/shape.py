@@ -19,7 +19,7 @@ from ..hf.names import IMPLEMENTATION
 from ..hybrids.models import mixers_of
 from ..plan.patterns import Pattern
 from .layers import ModelAttention
-from .models import attention_of_model, config_of
+from .models import UNREADABLE, attention_of_model, config_of, unreadable
 
 #: The names of the last matrix of an MLP, [width, features]; the matrices of stacked experts have one more dimension.
 _LAST_OF_MLP = ("down_proj", "w2", "output_linear")
@@ -75,8 +75,11 @@ def shape_of_model(model: Any, pattern: Pattern | str | None = None) -> ModelSha
     attention = attention_of_model(config, config.name_or_path or text.model_type, pattern)
     if hasattr(text, IMPLEMENTATION):
         delattr(text, IMPLEMENTATION)  # Only the sizes of the model count here.
-    with torch.device("meta"):
-        made: Any = AutoModelForCausalLM.from_config(text, attn_implementation="eager", trust_remote_code=False)
+    try:
+        with torch.device("meta"):
+            made: Any = AutoModelForCausalLM.from_config(text, attn_implementation="eager", trust_remote_code=False)
+    except UNREADABLE as error:  # Some types have no model of their default config.
+        raise ValueError(unreadable(text.model_type, error)) from error
     sizes = [parameter.numel() for parameter in made.parameters()]
     embeddings = made.get_input_embeddings().weight
     width = getattr(text, "hidden_size", None) or embeddings.shape[1]

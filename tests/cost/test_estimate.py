@@ -383,6 +383,7 @@ def test_the_smallest_ring_holds_the_sequence_and_half_of_it_does_not():
         (3, {}, "estimate: "),
         ({"model_type": "mamba", "hidden_size": 8, "vocab_size": 8}, {}, "estimate: "),
         ({"hidden_size": 8}, {}, "estimate: "),
+        (LLAMA_8B | {"hidden_act": "silo"}, {}, "the config of 'llama' cannot be read: .*silo"),
     ],
     ids=str,
 )
