@@ -22,7 +22,7 @@ from tests.support.programs import run_program
 from tests.support.ranks import TIMEOUT, begin_as_a_program, start_server
 
 ROOT = Path(__file__).parents[2]
-#: Seconds that processes wait where one hangs: enough for all checks before. Elsewhere a busy machine has all the time.
+#: Seconds that processes wait if one hangs: enough for all checks before. Elsewhere a busy machine has all the time.
 SECONDS = 15
 PATIENT = ("--timeout", str(TIMEOUT))
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
@@ -169,7 +169,7 @@ def test_what_differs_between_processes_is_named(monkeypatch):
 
 
 def test_a_number_that_is_none_is_a_failure():
-    """Also where others come before it."""
+    """Also if others come before it."""
     run, ones = checks.CheckRun(None, 1, 0), torch.ones(2)
     assert "0e+00 from" in run._compared([ones, ones], [ones, ones], "a loss")
     with pytest.raises(

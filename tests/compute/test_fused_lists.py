@@ -177,7 +177,7 @@ def test_each_key_row_is_written_once(text, slots):
 
 
 def test_many_shared_key_rows_are_added_in_place():
-    """Where most key rows have several writers, sums of all rows take less memory than their parts."""
+    """If most key rows have several writers, sums of all rows take less memory than their parts."""
     batches = plan_rank(problem_of("branches:window=8,segment=32/2", 64, heads=(2, 1)), 0).own
     assert work_lists(batches, Sizes(1, 2, 1, 64, 64), SMALL_BLOCKS, None, True).sums is None
 

@@ -187,7 +187,7 @@ def test_the_facts_of_a_machine(card, monkeypatch):
 
 
 def test_the_version_of_the_driver(monkeypatch, tmp_path):
-    """By a file of Linux, or by NVIDIA's library where a container does not have this file."""
+    """By a file of Linux, or by NVIDIA's library if a container does not have this file."""
 
     class Library:
         status = 0

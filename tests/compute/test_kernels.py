@@ -116,7 +116,7 @@ def check(kernel, q, k, v, dout, shape, scale=None, between=lambda out, lse: (ou
     lower = torch.float32 if dtype == torch.float64 else dtype
     *low, _ = formula(lower, *inputs, shape, scale)
     rounding = torch.finfo(dtype).eps
-    # All gradients share a scale: where a row has one key, dq and dk are differences that vanish.
+    # All gradients share a scale: if a row has one key, dq and dk are differences that vanish.
     scales = [largest(want[0])] + [max(map(largest, want[1:]))] * 3
     error = max(largest(a - b) / size for a, b, size in zip(low, want, scales, strict=True))
     error = (2 * error * rounding / torch.finfo(lower).eps) + rounding

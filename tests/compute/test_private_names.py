@@ -24,7 +24,7 @@ PRIVATE = re.compile("_[a-zA-Z]\\w*")
 
 
 class HarnessModel:
-    """Stands in for the harness's class, which is compared where the harness is installed."""
+    """Stands in for the harness's class, which is compared if the harness is installed."""
 
     __version__ = "0.4.13"
     _loglikelihood_tokens = _model_call = _model_generate = None

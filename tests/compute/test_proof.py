@@ -21,7 +21,7 @@ from hf_ring_attention.ring import attention, planned
 from tests.support.cuda_operators import CudnnAttention, FlashAttention2
 
 CPU = torch.device("cpu")
-#: Of patterns, of exact attention, and of both where one rank holds whole rows of one document.
+#: Of patterns, of exact attention, and of both if one rank holds whole rows of one document.
 TILES = {
     "window": ANY_TILES,
     "exact": TileKinds(rows=100, shapes=("causal", "full")),

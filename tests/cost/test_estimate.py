@@ -181,7 +181,7 @@ def estimate_on_a_gpu(name, tokens, pattern="window:512+4", **changes):
 
 @pytest.fixture
 def whole_norms(monkeypatch):
-    """Norms of whole rows, as in the releases that were measured, also where layers have slices."""
+    """Norms of whole rows, as in the releases that were measured, also if layers have slices."""
     for module in ("memory", "estimate"):
         name = f"hf_ring_attention.cost.{module}.copies_norms"
         monkeypatch.setattr(name, lambda layer, setting: layer.norms_in_float32)

@@ -27,7 +27,7 @@ def test_fast_links_leave_the_time_of_computing(pattern):
 
 
 def test_the_ring_takes_as_long_as_its_timeline():
-    """Forward, in a zigzag, where all ranks compute alike: over slow links the hops decide, over fast ones the devices."""
+    """Forward, in a zigzag, if all ranks compute alike: over slow links the hops decide, over fast ones the devices."""
     for bandwidth in (1e18, 1e7):
         call, by_transport = times("exact", bandwidth)
         problem = Problem(call.pattern, call.layout, (((0, 4096),),), num_heads=8, num_kv_heads=4)

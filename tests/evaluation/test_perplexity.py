@@ -77,7 +77,7 @@ def of_divided_weights(rank, seed, freed):
 
 @pytest.mark.parametrize("freed", [True, None])
 def test_it_is_the_same_where_weights_are_divided(freed, rng, ranks):
-    """Also where the forward pass frees the weights of the head at its end."""
+    """Also if the forward pass frees the weights of the head at its end."""
     seed = rng.randrange(10**6)
     right = own(tiny_model("llama", "eager"), row(seed, 21))
     for found in ranks.run(of_divided_weights, 2, seed, freed):

@@ -67,7 +67,7 @@ def test_one_device_equals_eager(kind, changes, expected_of):
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "documents"])
 @pytest.mark.parametrize("kind", ["plain", "left", "right", (7, 9, 4)])
 def test_a_ring_equals_one_device(kind, layout):
-    """Temperatures follow the positions in the whole row, in a packed row and where batch rows have other pieces too."""
+    """Temperatures follow the positions in the whole row, in a packed row and if batch rows have other pieces too."""
     inputs, labels = rows(kind)
     expected = logits_and_gradients(ra.patch_model(llama4(**TUNED)), inputs, labels)
 

@@ -20,7 +20,7 @@ from tests.support.tolerance import EXACT, distance, gradients_distance
 from tests.support.training import tiny_llama
 
 pytestmark = [
-    pytest.mark.own_dtypes,  # nothing is compiled where tests.support.tolerance turns float32 into float64
+    pytest.mark.own_dtypes,  # nothing is compiled if tests.support.tolerance turns float32 into float64
     # Dynamo asks every tensor that comes in for its gradient, and warns of it.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
     pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning"),

@@ -47,7 +47,7 @@ def rows_of(model, kind):
 
 
 def states(output, valid):
-    """Hidden states of tokens, and the pooled ones where there are some."""
+    """Hidden states of tokens, and the pooled ones if there are some."""
     return output.last_hidden_state[valid], output.get("pooler_output")
 
 

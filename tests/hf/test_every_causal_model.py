@@ -30,7 +30,7 @@ KNOWN = {model.model_type: model for model in ra.supported_models()}
 @pytest.mark.drawn(12)
 @pytest.mark.parametrize("model_type", CAUSAL_TYPES)
 def test_a_type(model_type):
-    """`survey` fails where outputs or gradients differ from eager attention.
+    """`survey` fails if outputs or gradients differ from eager attention.
 
     The table is made with one release of Transformers; another release may refuse a type that this release supports.
     """
@@ -41,7 +41,7 @@ def test_a_type(model_type):
         assert "'eager'" in found.reason or found.ring or found.status == "untested" or "ring=None" in found.reason
 
 
-#: Pattern of all layers, and by layer, where layers may share keys.
+#: Pattern of all layers, and by layer, if layers may share keys.
 PATTERNS = {"all": ["window:5+2"], "layers": ["window:5+2", "window:3+1", "window:7", "pyramid:3,2,2,2"]}
 TEXT = 13
 #: How far the steps of some mixers are from a whole row in Transformers itself.

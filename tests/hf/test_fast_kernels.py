@@ -1,4 +1,4 @@
-"""Kernels of fla, mamba-ssm and causal-conv1d, where they are installed: stand-ins with their signatures and their limits.
+"""Kernels of fla, mamba-ssm and causal-conv1d, if they are installed: stand-ins with their signatures and their limits.
 
 The decorator of Transformers finds them in packages that are put in place here. Each calls the function of Transformers
 that it replaces, and counts its calls.
@@ -72,7 +72,7 @@ KERNELS = {
     "mamba2_split_conv1d_scan_combined": ("mamba_ssm.ops.triton.ssd_combined", mamba_split_conv1d_scan_combined),
     "mamba_selective_scan": ("mamba_ssm.ops.selective_scan_interface", selective_scan_fn),
 }
-#: The names of parameters in Transformers, where they are others.
+#: The names of parameters in Transformers, if they are others.
 OURS = {"x": "hidden_states", "u": "hidden_states", "delta": "dt", "q": "query", "k": "key", "v": "value"}
 
 

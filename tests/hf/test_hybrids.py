@@ -165,7 +165,7 @@ def test_layouts_that_know_the_documents(model_type):
 
 @pytest.mark.parametrize("model_type", ["jamba", "minimax"])
 def test_layers_that_recompute_find_their_documents(model_type):
-    """On one device and over a ring, where the forward pass is over by then; two passes come before their backward."""
+    """On one device and over a ring; the forward pass is over by then, and two passes come before their backward."""
     eager = tiny_model(model_type, "eager")
     cases = [batch("packed"), batch("left")]
     expected = [alone(eager, *case) for case in cases]
@@ -325,7 +325,7 @@ def test_rows_that_are_gathered_are_bounded_and_logged(monkeypatch, caplog):
 @pytest.mark.drawn
 @pytest.mark.parametrize("model_type", TYPES)
 def test_numbers_of_documents_reach_no_mixer(model_type):
-    """Without a kernel for them, some mixers refuse them, also where a row is one document or has several."""
+    """Without a kernel for them, some mixers refuse them, also if a row is one document or has several."""
     model = ra.patch_model(tiny_model(model_type, "eager"))
     for kind in ("plain", "packed"):
         inputs, _ = batch(kind)

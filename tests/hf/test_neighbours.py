@@ -39,7 +39,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.own_dtypes  # torch.compile compiles nothing where tests.support.tolerance turns float32 into float64
+@pytest.mark.own_dtypes  # torch.compile compiles nothing if tests.support.tolerance turns float32 into float64
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_compiled(calls):
     """Also where it was compiled first and patched then; each graph breaks at the attention, and nowhere else is lost."""
@@ -281,7 +281,7 @@ def test_the_forward_of_a_decoder_is_its_call(model_type):
 
 
 def test_continuous_batching_is_refused_and_a_pattern_without_effect_is_named(monkeypatch, caplog):
-    """Where flash attention is installed, Transformers takes it in place of the pattern."""
+    """If flash attention is installed, Transformers takes it in place of the pattern."""
     monkeypatch.setattr(continuous_api, "is_flash_attn_3_available", lambda **options: True)
     model = ra.patch_model(tiny_model("llama", "eager"), "window:4+1")
     said = r"generate_batch computes exact attention, and LlamaForCausalLM has the pattern window:4\+1: call generate"

@@ -21,7 +21,7 @@ from tests.support.cache_cases import TYPES, CacheCase, run_cache_case
 from tests.support.tiny_models import VOCAB, tiny_config, tiny_model
 from tests.support.tolerance import EXACT, distance
 
-pytestmark = pytest.mark.own_dtypes  # float64 where a case says so
+pytestmark = pytest.mark.own_dtypes  # float64 if a case says so
 
 CASES = 25
 

@@ -123,7 +123,7 @@ ONE = {
     ids=["not numbered by the caller", "no document begins", "begins elsewhere", "others begin"],
 )  # fmt: skip
 def test_positions_that_contradict_the_documents_are_refused(told, model_type, told_of, inputs, said, ranks):
-    """Also where the model numbers tokens itself."""
+    """Also if the model numbers tokens itself."""
     for count in ranks:
         on_ranks(
             lambda ring, model: refused(said, logits, model, ids(), **inputs, **told_of[told]),

@@ -295,7 +295,7 @@ def test_an_error_of_one_rank_ends_the_call_on_all():
 @pytest.mark.parametrize("pattern", ["exact", "window:8+2"])
 @pytest.mark.parametrize("every", [None, "dynamic"])
 def test_every_row_goes_back_into_the_document(pattern, every):
-    """Where no row is dropped: the logits behind another length of the document, as often as one likes."""
+    """If no row is dropped: the logits behind another length of the document, as often as one likes."""
     ids = ids_of(60)
 
     def work(ring, model):

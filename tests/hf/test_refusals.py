@@ -135,14 +135,14 @@ TRACED = {
 
 
 def said(rank, traced):
-    """Returns the error of tracing. It runs in a fresh process, as torch leaves its modes behind where tracing fails."""
+    """Returns the error of tracing. It runs in a fresh process, as torch leaves its modes behind if tracing fails."""
     warnings.simplefilter("ignore")
     with pytest.raises((NotImplementedError, RuntimeError)) as error:
         TRACED[traced](torch.randint(3, VOCAB, (2, 20)))
     return f"{type(error.value).__name__}: {error.value}"
 
 
-@pytest.mark.own_dtypes  # nothing is compiled where tests.support.tolerance turns float32 into float64
+@pytest.mark.own_dtypes  # nothing is compiled if tests.support.tolerance turns float32 into float64
 @pytest.mark.parametrize("traced", TRACED)
 def test_tracing_is_refused_by_name(traced):
     (text,) = run_ranks(said, 1, traced)

@@ -110,7 +110,7 @@ def test_results_of_one_device(ranks, name, world_size):
 @pytest.mark.drawn
 @pytest.mark.parametrize("name", CASES)
 def test_generated_tokens_of_one_device(name):
-    """Steps after a prefill on 4 ranks; one device fills its cache likewise, which matters where RoPE goes by length.
+    """Steps after a prefill on 4 ranks; one device fills its cache likewise, which matters if RoPE goes by length.
 
     Types take turns: by heads alone, and in rings of groups that exchange heads.
     """
@@ -190,7 +190,7 @@ SCALED = {
 
 
 def rows_of_lengths(how):
-    """The inputs of one row of all documents, or of a row for each, and where the tokens of the documents are in turn."""
+    """The inputs of one row of all documents, or of a row for each, and of documents whose tokens take turns."""
     row = batch_of = torch.randint(3, VOCAB, (1, sum(OF_LENGTHS)), generator=torch.Generator().manual_seed(1))
     if how == "packed":
         inputs = {"position_ids": torch.cat([torch.arange(n) for n in OF_LENGTHS])[None]}

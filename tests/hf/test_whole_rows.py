@@ -39,7 +39,7 @@ def rows(kind, model_type="llama"):
         mask[1, :7] = 0
     elif kind == "right":
         mask[0, -6:] = 0
-    # Models count positions in different ways where the caller passes none.
+    # Models count positions in different ways if the caller passes none.
     padding, first = (tiny_config("roberta").pad_token_id, 1) if model_type == "roberta" else (0, 0)
     inputs = {"input_ids": ids.masked_fill(mask == 0, padding)}
     if kind == "packed":

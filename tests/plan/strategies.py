@@ -9,7 +9,7 @@ from hf_ring_attention.plan.layouts import SequenceLayout
 from hf_ring_attention.plan.patterns import Pattern
 from tests.support.cases import problem_of, random_documents, random_pattern, random_pieces
 
-#: A source of random numbers, which hypothesis makes simpler where a test fails.
+#: A source of random numbers, which hypothesis makes simpler if a test fails.
 rngs = st.randoms(use_true_random=False)
 
 

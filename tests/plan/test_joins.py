@@ -1,4 +1,4 @@
-"""Tiles share calls where that costs less than another call, and only tiles that may."""
+"""Tiles share calls if that costs less than another call, and only tiles that may."""
 
 import itertools
 from collections import Counter
@@ -25,7 +25,7 @@ def rows_of(batches, problem):
 
 
 def calls_of_ranks(problem, joining):
-    """The number of calls on all ranks, where tiles of a rank's own keys are views if they can be."""
+    """The number of calls on all ranks, if tiles of a rank's own keys are views if they can be."""
     count = 0
     for rank in range(problem.layout.world_size):
         plan = plan_rank(problem, rank)

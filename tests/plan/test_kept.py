@@ -53,7 +53,7 @@ def test_dilated_windows_keep_more_and_fewer_rows_in_turn():
 
 
 def test_queries_that_see_all_that_is_kept(rng):
-    """Where `sees_all_kept` says so, the next query sees every kept key exactly once."""
+    """If `sees_all_kept` says so, the next query sees every kept key exactly once."""
     found = set()
     for _ in range(60):
         pattern = random_pattern_of(rng, 1)

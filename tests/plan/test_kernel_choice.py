@@ -43,7 +43,7 @@ def names(device, of_call, setting="auto"):
         *(({"capability": x}, call(LONG), "flash fused efficient math") for x in ((8, 0), (8, 9), (12, 0))),
         ({"flash": "FA3"}, call(LONG._replace(full_rows=False)), "flash fused efficient math"),
         *(({"flash": "FA3"}, call(tiles), "fused flash efficient math") for tiles in (ANY, ROWS)),
-        # Bands of one document a row, and documents in place, where an activated implementation is known to take them.
+        # Bands of one document a row, and documents in place, if an activated implementation is known to take them.
         *(({}, call(tiles), "fused flash efficient math") for tiles in (BANDS, IN_PLACE)),
         *(
             ({"flash": name, "capability": capability}, call(tiles), "flash fused efficient math")

@@ -1,4 +1,4 @@
-"""Rows travel where a visible pair asks for them, each as far as its last reader and once: against sets of rows."""
+"""Rows travel if a visible pair asks for them, each as far as its last reader and once: against sets of rows."""
 
 import itertools
 from collections import Counter

@@ -41,7 +41,7 @@ class Call:
         return self
 
     def error(self, *names):
-        """The largest of "out" and of the gradients of "q", "k" and "v"; of all of them, where none is named."""
+        """The largest of "out" and of the gradients of "q", "k" and "v"; of all of them, if none is named."""
         got = {"out": self.out.detach(), **{name: x.grad for name, x in self.leaves.items()}}
         return largest(
             float((got[name] - self.shard(self.want[name])).abs().max() / self.want[name].abs().max())

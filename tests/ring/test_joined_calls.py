@@ -13,7 +13,7 @@ from hf_ring_attention.plan.joins import Joining
 from tests.support.cases import check_cases, check_simulated, random_cases
 from tests.support.cuda_operators import FlashAttention2
 
-#: All tiles that may share a call do, whatever it costs; and up to some rows, or where it costs little.
+#: All tiles that may share a call do, whatever it costs; and up to some rows, or if it costs little.
 EVERYTHING = {"rows": 10**9, "pairs": 10**9, "most_rows": 10**9}
 LITTLE = [EVERYTHING, {**EVERYTHING, "most_rows": 30}, {**EVERYTHING, "rows": 8}, {**EVERYTHING, "pairs": 10}]
 
@@ -35,7 +35,7 @@ class JoinedCalls:
 
 
 def joined_cases(rng, kernel, count):
-    """Random cases, whose scores are capped where plain math computes them alone.
+    """Random cases, whose scores are capped if plain math computes them alone.
 
     The first one has tiles of each shape in unequal lengths: documents that are shorter than its window, and longer ones.
     """
@@ -82,7 +82,7 @@ def test_tiles_of_flash_attention(computed_by, checked_operators, rng):
 
 
 def test_joined_calls_are_never_cut(computed_by, monkeypatch, rng):
-    """Their lengths would go with the rows, where other calls are cut after a few."""
+    """Their lengths would go with the rows; other calls are cut after a few."""
     monkeypatch.setattr(batched, "PART_ROWS", 1)
     counted = JoinedCalls(CpuFlash(), Joining(**EVERYTHING))
     computed_by(counted)

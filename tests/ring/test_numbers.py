@@ -66,7 +66,7 @@ def test_what_is_not_finite_stays_in_its_document(transport, world_size, rng):
 def test_scores_of_ten_thousand(dtype, transport, world_size, rng):
     """Softmax picks a key or two there. A weight is off by the rounding of its score: 10,000 times a number's rounding.
 
-    A plain computation does not show this, as it is exact where it picks one key; so the rounding of a score is the bound.
+    A plain computation does not show this, as it is exact if it picks one key; so the rounding of a score is the bound.
     """
     cases, largest = [], 1e4
     for _ in range(3):

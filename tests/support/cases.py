@@ -156,7 +156,7 @@ class Case:
 
     @cached_property
     def rounded(self):
-        """The same as the oracle gives it where it is computed in the dtype of the case."""
+        """The same as the oracle gives it if it is computed in the dtype of the case."""
         return self.definition if self.dtype == torch.float64 else self.by_definition(self.dtype)
 
     @cached_property
@@ -255,9 +255,9 @@ def together(results):
 
 
 def relative_errors(got, want):
-    """By name; gradients share a scale. A log-sum-exp rounds as its largest value does, or absolutely where that is below 1.
+    """By name; gradients share a scale. A log-sum-exp rounds as its largest value does, or absolutely if that is below 1.
 
-    So do outputs and gradients where the largest is so small that a dtype's smallest number is more than its rounding.
+    So do outputs and gradients if the largest is so small that a dtype's smallest number is more than its rounding.
     """
     smallest = torch.finfo(got[0].dtype).tiny / torch.finfo(got[0].dtype).eps
     of_out, *of_gradients = (float(x.abs().max()) for x in (want[0], *want[2:]))

@@ -33,7 +33,7 @@ def save_checkpoint_of_words(folder, change=lambda model: model, **sizes):
 
 
 def save_tiny_checkpoint(folder, end_token=None, **sizes):
-    """The same weights at every call for equal sizes; an end token, where there is one, ends texts and pads them."""
+    """The same weights at every call for equal sizes; an end token, if there is one, ends texts and pads them."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = {token: number for number, token in enumerate([*letters, *filter(None, [end_token])])}
     tokenizer = Tokenizer(models.BPE(vocab=tokens, merges=[]))

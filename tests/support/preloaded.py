@@ -5,7 +5,7 @@ import gc
 import importlib
 import os
 
-# Accelerate imports DeepSpeed, where it is installed, as soon as it takes a model out of its wrappers. It looks for devices
+# Accelerate imports DeepSpeed, if it is installed, as soon as it takes a model out of its wrappers. It looks for devices
 # unless this variable names one, and a process that uses CUDA cannot be forked; the ranks of tests compute on the CPU.
 os.environ["DS_ACCELERATOR"] = "cpu"
 MODULES = "datasets torch._dynamo torch.distributed.fsdp transformers.trainer peft tests.support.training".split()

@@ -6,7 +6,7 @@ the loss and all gradients, or generated tokens, or perplexity.
 
 Expected results come from Transformers' eager attention, each document by itself, whether the model was patched or only
 names "ring_dilated" and is patched by its first call. Under patterns they come from `dense`.
-Most cases compute in float64, also where Transformers asks for float32 (`tolerance`).
+Most cases compute in float64, also if Transformers asks for float32 (`tolerance`).
 """
 
 import copy

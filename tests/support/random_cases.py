@@ -242,7 +242,7 @@ def random_generation(rng, model_type, batches, patterns, prefilled):
 def random_training(rng, model_type, task, batches, ring, embedded):
     """How losses are computed, and in which mode."""
     losses = ["logits"] if model_type in WITHOUT_SHIFT else ["logits", "model"]
-    # The reentrant kind finds gradients only where its inputs ask for some, and not of keys that layers share.
+    # The reentrant kind finds gradients only if its inputs ask for some, and not of keys that layers share.
     reentrant = not embedded
     checkpointing = rng.choice([False, reentrant]) if task == "train" and rng.random() < 0.25 else None
     if model_type == "gemma3n_text":  # which asks for one number in float32, where backward computes it again

@@ -79,7 +79,7 @@ class RankPool:
         self._ranks = []
 
     def run(self, function, world_size, *args, timeout=TIMEOUT, lost=()):
-        """[function(rank, *args) for each rank], run side by side, in float64 where the caller computes in it.
+        """[function(rank, *args) for each rank], run side by side, in float64 if the caller computes in it.
 
         A rank that raises ends all of them, and its traceback is the error; so does `timeout` (seconds). The ranks `lost`
         end by themselves without an answer, and are left out.
@@ -126,7 +126,7 @@ def run_ranks(function, world_size, *args, **options):
 
 
 def run_simulated(function, world_size, *, timeout=TIMEOUT, **settings):
-    """`ra.run_simulated`, in float64 where the caller computes in it."""
+    """`ra.run_simulated`, in float64 if the caller computes in it."""
     on = is_float64()  # a matter of each thread
 
     def run(ring):

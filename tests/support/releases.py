@@ -37,7 +37,7 @@ def with_names_of_this_release(code):
 
 
 def skip_without(model_type):
-    """Skips a test where Transformers lacks the model type, or the type does not call the attention interface."""
+    """Skips a test if Transformers lacks the model type, or the type does not call the attention interface."""
     lack = what_lacks(model_type)
     if lack is not None:
         pytest.skip(lack)

@@ -37,7 +37,7 @@ class RingCase:
     Attributes:
         calls: one, or two with the same tensors, whose gradients add up.
         ring: the settings of the ring.
-        pieces: the layout of each call, where the ring does not choose it.
+        pieces: the layout of each call, if the ring does not choose it.
         checkpointing: whether backward computes each call again.
         kernels: the settings of the fused kernels that compute the calls; None for the kernels of the device.
     """

@@ -42,7 +42,7 @@ SCHEMAS = {
 
 
 def bound(schema, args, kwargs):
-    """The arguments by the names of a schema, which has all of them, in this order and as keywords only where they are."""
+    """The arguments by the names of a schema, which has all of them, in this order and as keywords only if they are."""
     positional = [argument.name for argument in schema.arguments if not argument.kwarg_only]
     assert len(args) <= len(positional), f"{schema.name}: too many arguments"
     given = dict(zip(positional, args, strict=False)) | kwargs

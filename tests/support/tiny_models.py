@@ -107,7 +107,7 @@ _CHANGES = {
 
 
 def tiny_config(model_type, **changes):
-    """Returns the config of a tiny model of the type, with changes to it, or to its text config where it has one."""
+    """Returns the config of a tiny model of the type, with changes to it, or to its text config if it has one."""
     default = CONFIG_MAPPING[model_type]()
     own = _CHANGES.get(model_type, {})
     if default.get_text_config() is default:

@@ -6,14 +6,14 @@ same float32 errors, and a constant that one of them passes is wrong for the nex
 **Computing in float64**, wherever all that takes part can. Inside `float64()` it does, also what asks for float32 by name,
 as norms, softmax and rotary embeddings of Transformers do. Then equal computations differ by some hundred roundings of
 float64 (the most among all model types, gradients included, is 330, or 7e-14), and different ones by at least one rounding
-to float32 (6e-8) or, where a key is wrong, by more than 1e-3. `EXACT` lies between: a thousand times the former, a
+to float32 (6e-8) or, if a key is wrong, by more than 1e-3. `EXACT` lies between: a thousand times the former, a
 five-hundredth of the smallest of the latter.
 
-**A multiple of what rounding does to this input**, where float32 (or 16 bits) is the point, or is all that a program
+**A multiple of what rounding does to this input**, if float32 (or 16 bits) is the point, or is all that a program
 offers: `allowed` takes the error of a plain computation in the same dtype against float64, on the machine and the input of
 the test. The factor is 8. Each of two computations has an error of that size, so their difference may be twice it; and
-in another draw, the largest of a few random errors is at times some four times as large. Where the numbers are too few
-for the plain computation to show any error, one rounding stands in for it. Where a whole
+in another draw, the largest of a few random errors is at times some four times as large. If the numbers are too few
+for the plain computation to show any error, one rounding stands in for it. If a whole
 program runs in float32 and in nothing else, it runs once more with every weight a rounding off (`nudge_`): what that does
 to its figures, the same program may do to them on another machine, or on two processes.
 """

@@ -93,7 +93,7 @@ def test_it_is_the_divergence_of_a_plain_computation(model_type, kind, rng, toke
     assert model.training and all(module.training for module in model.modules())
 
 
-# Layouts of exact attention and of the pattern differ where the ring chooses them.
+# Layouts of exact attention and of the pattern differ if the ring chooses them.
 @pytest.mark.parametrize(
     ("world_size", "kind", "layout"), [(2, "padded", "auto"), (2, "packed", "zigzag"), (3, "packed", "documents")]
 )
@@ -144,7 +144,7 @@ def with_adapters(model, *modules):
 
 
 def test_adapters_learn_from_the_model_without_them(rng, tokens_at_once):
-    """The student is in evaluation mode, where its dropout is not random; the teacher has none in either."""
+    """The student is in evaluation mode, so its dropout is not random; the teacher has none in either."""
     model = with_adapters(student("llama"), "lm_head").eval()
     teacher = ra.patch_model(with_large_weights(tiny_model("llama", "ring_dilated")), "exact").eval()
     trained = {name for name, p in model.named_parameters() if p.requires_grad}

@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You are importing from 'trl.experimental'"),
 ]
 
-#: Of final weights, relative to the largest weight of each; the programs compute in float64 where they can.
+#: Of final weights, relative to the largest weight of each; the programs compute in float64 if they can.
 BOUND = 1e-6
 
 
