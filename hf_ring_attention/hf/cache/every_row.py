@@ -40,12 +40,13 @@ class EveryRowLayer(PatternLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         super().update(key_states, value_states)
-        new = key_states, value_states
-        if self.stored:
-            old = self._slots_before
-            new = torch.cat([self.stored[0][:, :, :old], new[0]], 2), torch.cat([self.stored[1][:, :, :old], new[1]], 2)
-        self.stored, self._newest = [*new], (weakref.ref(new[0]), weakref.ref(new[1]))
-        return new
+        before, old = (self.stored, self._slots_before) if self.stored else ([key_states, value_states], 0)
+        keys = torch.cat(
+            [before[0][:, :, :old], key_states], 2
+        )  # A copy, as the keys may be a part of a larger tensor.
+        values = torch.cat([before[1][:, :, :old], value_states], 2)
+        self.stored, self._newest = [keys, values], (weakref.ref(keys), weakref.ref(values))
+        return keys, values
 
     @property
     def _slots_before(self) -> int:

@@ -146,9 +146,12 @@ class KeptRows:
 
     def sees_every_slot(self, new: Arrival) -> bool:
         """Returns whether a call surely needs no bias: an exact pattern, one query, no padding."""
+        return self._sees_all and new.positions.shape[1] == 1 and self.is_filled(new)
+
+    def is_filled(self, new: Arrival) -> bool:
+        """Returns whether the slots hold the earlier tokens of this rank in their order, and no new one is padding."""
         self.begin(new)
-        one = self.every and self._sees_all and new.positions.shape[1] == 1
-        return one and not new.padded and bool((self.old >= 0).all())
+        return self.every and not new.padded and bool((self.old >= 0).all())
 
     def _replace(self, new: Arrival) -> bool:
         """Gives the new rows of a call the slots of rows that no query from `floor` on sees, and new slots.

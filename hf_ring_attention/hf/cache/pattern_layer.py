@@ -341,6 +341,9 @@ class PatternLayer(CacheLayerMixin):
         assert call is not None
         n, added = key.shape[2], new.rows.shape[1]
         row_len = max(int(new.after.max()), n)
+        if len(self.rows) == 1 and not new.pieces and self.rows[0].table.is_filled(new):
+            keys, values = [torch.cat(x, 2) for x in zip(self.rows[0].views, (key, value))] or given
+            return keys, values, HeldKeys.whole(row_len, n, row_len), (((0, row_len),),) * len(key)
         shift = (row_len - new.after)[:, None, None]
         for rows in self.rows:
             rows.table.begin(new)
