@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import itertools
 import logging
 import pickle
 
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
 import hf_ring_attention as ra
+from hf_ring_attention.hf.cache import pattern_layer
 from hf_ring_attention.hf.model.config import warn_once
 from hf_ring_attention.hf.model.wrappers import _warn_of_lost_ring, cache_argument, cache_in
 from hf_ring_attention.plan.kept import cache_rows
@@ -68,6 +70,22 @@ def test_a_wrong_row_is_noticed(monkeypatch):
     monkeypatch.setattr(kept_rows, "kept_keys", fewer)
     with pytest.raises(AssertionError, match="apart"):
         run_cache_case(case)
+
+
+@pytest.mark.parametrize(("pattern", "planned"), [("exact", 0), ("window:4+2", 3)])
+def test_kernels_that_take_no_bias(pattern, planned, monkeypatch):
+    """They read exact rows as they lie, one token at a time; other rows go into their places, for a plan."""
+    calls, places = [], pattern_layer.PatternLayer.expanded
+    monkeypatch.setattr(pattern_layer, "_BIASED", ())
+    monkeypatch.setattr(pattern_layer.PatternLayer, "expanded", lambda *x: calls.append(x) or places(*x))
+    model, ids = llama(pattern), ids_of(2, 16)
+    cache = ra.PatternCache(model)
+    step(model, ids[:, :12], cache)
+    found = torch.cat([step(model, ids[:, n : n + 1], cache) for n in range(12, 15)], 1)
+    assert distance(found, model(ids[:, :15]).logits[:, 12:]) <= EXACT
+    assert len(calls) == planned * model.config.num_hidden_layers
+    step(model, ids[:, 14:], cache)  # Two queries need a mask.
+    assert len(calls) == (planned + 1) * model.config.num_hidden_layers
 
 
 # ---- generate by itself
@@ -460,12 +478,15 @@ def test_positions_that_go_on():
 
 def test_autocast_on_one_side():
     model, ids = llama().float(), ids_of(1, 10)
-    for first, later in ((True, False), (False, True)):
-        cache = ra.PatternCache(model)
+    for first, later, every in itertools.product((True, False), (True, False), (True, False)):
+        cache = ra.PatternCache(model, every_row=every)
         with torch.autocast("cpu", torch.bfloat16, enabled=first):
             step(model, ids[:, :9], cache)
         with torch.autocast("cpu", torch.bfloat16, enabled=later):
-            refused("use one dtype and one device, autocast included", step, model, ids[:, 9:], cache)
+            if first == later:
+                step(model, ids[:, 9:], cache)
+            else:
+                refused("use one dtype and one device, autocast included", step, model, ids[:, 9:], cache)
 
 
 def test_padding_needs_its_mask():

@@ -29,7 +29,7 @@ class _GivenRows(HeadRows):
 class EveryRowLayer(PatternLayer):
     """A layer that keeps every row as its module gives it, and gives all of them back.
 
-    It serves modules that make other keys and values of these, such as those of all heads of latent ones.
+    It serves modules that make other keys and values of these, as latent attention does for all heads.
     """
 
     kind = _GivenRows
@@ -41,9 +41,10 @@ class EveryRowLayer(PatternLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         super().update(key_states, value_states)
         before, old = (self.stored, self._slots_before) if self.stored else ([key_states, value_states], 0)
-        keys = torch.cat(
-            [before[0][:, :, :old], key_states], 2
-        )  # A copy, as the keys may be a part of a larger tensor.
+        self.check_alike(before[0], key_states)
+        self.check_alike(before[1], value_states)  # RoPE may turn keys into float32 under autocast.
+        # The first rows are copied too: they may be a part of a larger tensor.
+        keys = torch.cat([before[0][:, :, :old], key_states], 2)
         values = torch.cat([before[1][:, :, :old], value_states], 2)
         self.stored, self._newest = [keys, values], (weakref.ref(keys), weakref.ref(values))
         return keys, values

@@ -119,8 +119,7 @@ class HeadRows:
 
     def view(self) -> None:
         """Looks at the slots in use."""
-        in_use = self.table.positions.shape[2]
-        self.views = [x.narrow(2, 0, in_use) for x in self.tensors]
+        self.views = [x.narrow(2, 0, self.table.positions.shape[2]) for x in self.tensors]
 
     def of_heads(self, given: tuple[Tensor, Tensor]) -> list[Tensor]:
         """Returns keys and values [B, heads, n, D] of these heads."""
@@ -242,23 +241,25 @@ class PatternLayer(CacheLayerMixin):
 
     def begin(self, call: LayerCall, key: Tensor) -> None:
         """Checks that the layer has the pattern, the heads, the dtype and the device of earlier calls."""
-        held = next((x for rows in self.rows for x in rows.tensors), key)
+        self.check_alike(next(iter(self.tensors), key), key)
+        before = self.call
+        if before is None:
+            self._set_call(call)
+        elif before != call:
+            same = before.pattern == call.pattern
+            what = "other heads or another kernel" if same else f"the pattern {call.pattern}"
+            raise ValueError(
+                f"PatternCache: it was filled under {before.pattern}, and a layer came with {what}: make another PatternCache "
+                f"for each pattern and model"
+            )
+        self.call = call  # A module hands over the same object until something changes.
+
+    def check_alike(self, held: Tensor, key: Tensor) -> None:
+        """Refuses keys of another dtype or device than those that are held."""
         if (key.dtype, key.device) != (held.dtype, held.device):
             raise ValueError(
                 f"PatternCache: it holds {held.dtype} on {held.device}, and keys came in {key.dtype} on {key.device}: use one "
                 f"dtype and one device, autocast included"
-            )
-        if self.call is None:
-            self._set_call(call)
-        elif self.call == call:
-            self.call = call  # The same object as long as nothing changes.
-        else:
-            before, now = self.call, call
-            same = before.pattern == now.pattern
-            what = "other heads or another kernel" if same else f"the pattern {now.pattern}"
-            raise ValueError(
-                f"PatternCache: it was filled under {before.pattern}, and a layer came with {what}: make another PatternCache "
-                f"for each pattern and model"
             )
 
     def _set_call(self, call: LayerCall) -> None:
@@ -332,8 +333,7 @@ class PatternLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor, HeldKeys, Documents]:
         """Returns the rows in their places, for many queries: keys, values, what they hold, and the documents.
 
-        `given` are the keys and values that the module attends to; `key` and `value` are those of the new tokens.
-
+        `given` are the keys and values that the module attends to; `key` and `value` belong to the new tokens.
         The rows of a document end at the last row but one, which stands for empty slots; keys that no query sees are 0 or left
         out. A run never reaches into the pieces of another rank.
         """

@@ -106,7 +106,7 @@ def _check_rows(model: PreTrainedModel, input_ids: Tensor, mask: Tensor) -> None
 
 
 def cache_for_generate(model: PreTrainedModel, drafts: bool = False, caller: str = "generate") -> Cache | None:
-    """Returns a cache for a caller that was given none, and says so once; None for the one that Transformers makes.
+    """Returns a cache for a caller that was given none, and logs it once; None for the one that Transformers makes.
 
     Args:
         drafts: whether the model drafts tokens for another, which may remove any of them again.
@@ -120,7 +120,7 @@ def cache_for_generate(model: PreTrainedModel, drafts: bool = False, caller: str
         cache = DynamicCache(config=config)  # Patterns of layers may reach beyond the windows of the model.
         cache.layers = [DynamicLayer() if type(x) is DynamicSlidingWindowLayer else x for x in cache.layers]
         return cache
-    # Latent keys take fewer bytes than those of all heads that are made of them.
+    # Latent keys take fewer bytes than the keys of all heads that are made of them.
     every_row = drafts or getattr(config, "kv_lora_rank", None) is not None
     if not (every_row or why_every_row(config) or all(map(keeps_all, patterns_of(config).values()))):
         warn_once(
