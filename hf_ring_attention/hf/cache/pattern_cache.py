@@ -60,11 +60,6 @@ class PatternCache(Cache):
         (39, 6)
     """
 
-    def __new__(cls, model: nn.Module | None = None, *args: Any, **kwargs: Any) -> PatternCache:
-        config = None if model is None else whole_model(model, "PatternCache").config.get_text_config(decoder=True)
-        of_minimax = cls is PatternCache and getattr(config, "model_type", None) == "minimax"
-        return super().__new__(_of_minimax() if of_minimax else cls)
-
     def __init__(self, model: nn.Module, offloading: bool = False, every_row: bool = False) -> None:
         inner = whole_model(model, "PatternCache")
         config = inner.config.get_text_config(decoder=True)
@@ -81,6 +76,8 @@ class PatternCache(Cache):
         if reason is not None and not every_row and not all(map(keeps_all, patterns_of(config).values())):
             warn_once(f"PatternCache keeps every row of {type(inner).__name__}: {reason}", logging.INFO)
         shares_keys = getattr(config, "num_kv_shared_layers", 0) or getattr(config, "kv_sharing_modes", None)
+        if config.model_type == "minimax":
+            self.__class__ = _of_minimax()
         self.shared = Shared(bool(shares_keys), every_row or reason is not None)
         self.arrival = self.shared.arrival  # the new tokens of the running call
         layers = pattern_layers(DynamicCache(config=config).layers, self.shared)
