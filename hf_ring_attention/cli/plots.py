@@ -38,7 +38,7 @@ GROUPS = {
     "parameters": (("parameters", "weights"), ""),
     "gradients": (("gradient",), "//"),
     "optimizer": (("optimizer",), "\\\\"),
-    "saved for backward": (("saved", "kept"), ".."),
+    "saved for backward": (("saved", "pieces"), ".."),
     "exchange buffers": (("exchange",), "xx"),
     "working set": (("",), "--"),
 }

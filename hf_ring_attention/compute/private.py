@@ -363,6 +363,8 @@ tree_leaves: Any = torch.utils._pytree.tree_leaves
 tree_flatten: Any = torch.utils._pytree.tree_flatten
 #: A context where a method runs in place of each operator.
 DispatchMode: Any = torch.utils._python_dispatch.TorchDispatchMode
+#: The product of each group of rows with its matrix, for experts.
+GROUPED_MM: Any = torch.ops.aten._grouped_mm.default
 #: Makes a tensor of a class, a shape, a dtype and a device without numbers.
 without_numbers: Any = Tensor._make_wrapper_subclass
 #: A context where tensors of other classes are ordinary tensors.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -11,27 +11,26 @@ from ..hybrids.mixers import MOST_GATHERED
 from ..plan.choices import COLLECTIVE_BYTES
 from ..plan.layouts import LayoutKind
 from ..plan.patterns import Pattern, as_pattern
+from .activations import activations
 from .cache import CacheBytes, sum_of_caches
 from .explain import Explanation
 from .layers import ModelAttention, explain_patterns
 from .memory import (
-    NORM_BACKWARD,
-    LayerMemory,
     MemoryPart,
     Parallel,
     TrainingSetting,
-    copies_norms,
     gradients_part,
-    layer_memory,
     optimizer_part,
+    pieces_part,
     state_parts,
+    sums_part,
     total_bytes,
     workspace_part,
 )
+from .models import UNREADABLE
 from .shape import ModelShape, shape_of_model
 
-_SAVED_BY_AUTOGRAD = "what autograd saves in Transformers' layers; as arXiv 2205.05198, section 4"
-_CHECKPOINTED = "activation checkpointing, arXiv 1604.06174, a layer at a time"
+_MEASURED = "measured: the model's layers on torch's meta device (cost/activations.py)"
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Estimate:
         >>> config |= dict(num_attention_heads=32, num_key_value_heads=8, vocab_size=128256)
         >>> answer = ra.estimate(config, 1 << 20, devices=8, offload=True, memory=80 * 10**9)
         >>> answer.fits, round(answer.peak / 2**30, 1), answer.peak_phase
-        (True, 51.4, 'backward of layer 0')
+        (True, 51.5, 'backward of layer 0')
     """
 
     shape: ModelShape
@@ -143,9 +142,10 @@ def estimate(
     heads: int | None = None,
     device: Literal["cuda", "cpu"] = "cuda",
 ) -> Estimate:
-    """Estimates the memory of each device in a training step of a model with AdamW, in bytes; nothing runs.
+    """Estimates the memory of each device in a training step of a model with AdamW, in bytes, without weights or a GPU.
 
-    The states and activations of a hybrid's mixers are not counted (`Estimate.not_counted`).
+    Activations are measured: a few layers of the model run a step of short rows on torch's meta device, in seconds. The states
+    and activations of a hybrid's mixers are not counted (`Estimate.not_counted`).
 
     Args:
         model_or_config: a Transformers model or config, the dict of a config, a folder with a config.json, or a hub id.
@@ -168,8 +168,8 @@ def estimate(
             an optimizer that updates one tensor after another; host memory is then the same memory.
 
     Raises:
-        ValueError: numbers that do not fit together, a model that the package does not compute, or a hybrid without
-            checkpointing, whose mixers decide the peak.
+        ValueError: numbers that do not fit together, a model that the package does not compute or that has no such
+            checkpointing or slices, or a hybrid without checkpointing, whose mixers decide the peak.
 
     Example:
         >>> config = dict(model_type="qwen3", hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, head_dim=128)
@@ -200,7 +200,11 @@ def estimate(
     exchanges = {pattern: calls[pattern] for pattern in shape.attention.layers}
     source = "exact, from the plans of all ranks (plan/traffic.py)"
     buffers = {x: buffers_part(y.decision.choice, y.busiest().buffers, source) for x, y in exchanges.items()}
-    phases = _phases(shape, setting, buffers)
+    try:
+        phases = _phases(shape, setting, buffers)
+    except (*UNREADABLE, RuntimeError, AssertionError) as error:
+        reason = " ".join(str(error).split()[:18])
+        raise ValueError(f"estimate: a step of {shape.model_type!r} cannot be measured: {reason}") from error
     peak = max(phases.values(), key=total_bytes)
     waiting = max(phases.values(), key=lambda parts: total_bytes(parts, host=True))
     return Estimate(
@@ -232,83 +236,56 @@ def _phases(
     shape: ModelShape, setting: TrainingSetting, buffers: Mapping[Pattern, MemoryPart]
 ) -> dict[str, list[MemoryPart]]:
     """Returns the parts of each phase of a step, from the loss to the optimizer."""
-    states, whole, exact = state_parts(shape, setting), setting.ring_size == 1, Pattern.exact()
+    states, measured, layers = state_parts(shape, setting), activations(shape, setting), len(shape.layers)
     patterns = dict(zip(shape.attention.numbers, shape.attention.layers))  # Layers that do not attend have no pattern.
-    layers = [layer_memory(shape, x, setting, whole and patterns.get(n) == exact) for n, x in enumerate(shape.layers)]
-    beside = {x: [buffers[x], workspace_part(shape.attention, setting, x == exact)] for x in patterns.values()}
+    beside = {
+        number: [
+            *(buffers[x], sums_part(shape.attention, setting, x)),
+            workspace_part(shape.attention, setting, x == Pattern.exact()),
+        ]
+        for number, x in patterns.items()
+    }
 
-    def held(parameters: int, saved: int, kept: int) -> list[MemoryPart]:
-        """Returns the states, the gradients of parameters, and the activations of the first layers, saved and kept."""
+    def held(parameters: int, layers: int) -> list[MemoryPart]:
+        """Returns the states, the gradients of parameters, and what the first layers have saved."""
         gradients = gradients_part(setting, shape.parameters if setting.accumulate else parameters)
-        return [*states, gradients, _saved(shape, setting, layers[:saved]), _kept(setting, layers[:kept])]
+        attending = sum(number < layers for number in patterns)
+        saved = [
+            _activations("saved activations", setting, sizes[layers - 1], f"in {layers} layers", host)
+            for sizes, host in ((measured.saved, False), (measured.host, True))
+        ]
+        return [*states, gradients, *saved, pieces_part(shape.attention, setting, attending)]
 
-    done, phases = shape.embedding, {"loss": held(0, len(layers), len(layers)) + _in_loss(shape, setting)}
-    phases["backward of the last norm"] = [*held(done, len(layers), len(layers)), _last_norm(shape, setting)]
-    for number in reversed(range(len(layers))):
+    def working(name: str, size: int) -> MemoryPart:
+        return _activations(f"working set of {name}", setting, size, "beside them")
+
+    done = shape.embedding
+    phases = {"loss": [*held(0, layers), working("the last norm", measured.loss), *_in_loss(shape, setting)]}
+    phases["backward of the last norm"] = [*held(done, layers), working("the last norm", measured.last_norm)]
+    for number in reversed(range(layers)):
         done += shape.layers[number].parameters - shape.layers[number].shared
-        working = _working(setting, layers[number], beside[patterns[number]] if number in patterns else [])
-        # The layer that is computed again takes its own output back.
-        phases[f"backward of layer {number}"] = held(done, number + 1, number) + working
+        of_layer = [working("a layer", measured.layers[number])]
+        of_attention = [working("attention", measured.attention[number]), *beside.get(number, [])]
+        phases[f"backward of layer {number}"] = held(done, number + 1) + max(of_layer, of_attention, key=total_bytes)
     all_gradients = gradients_part(setting, shape.parameters)
     phases["optimizer step"] = [*states, all_gradients, optimizer_part(shape, setting)]
     return phases
 
 
-def _saved(shape: ModelShape, setting: TrainingSetting, layers: Sequence[LayerMemory]) -> MemoryPart:
-    """Returns the tensors that these layers have saved for backward."""
-    size, source = sum(one.saved for one in layers), _SAVED_BY_AUTOGRAD
-    formula = f"{size:,} bytes in {len(layers)} layers"
-    if setting.checkpointing:
-        size, source = shape.width * setting.number_bytes * len(layers), _CHECKPOINTED
-        formula = f"{len(layers)} layers x {shape.width} numbers x {setting.number_bytes} bytes"
-    formula = f"{setting.local_tokens:,} tokens x {formula}"
-    return MemoryPart("saved activations", setting.local_tokens * size, formula, source, host=setting.offload)
-
-
-def _kept(setting: TrainingSetting, layers: Sequence[LayerMemory]) -> MemoryPart:
-    """Returns the results of attention that checkpointing keeps in these layers."""
-    tokens, size = setting.local_tokens, sum(one.kept for one in layers)
-    formula = f"{tokens:,} tokens x {size:,} bytes in {sum(one.kept > 0 for one in layers)} layers"
-    source = "out and lse of each layer (ring/operator.py)"
-    return MemoryPart("kept attention", tokens * size, formula, source, setting.offload)
-
-
-def _working(setting: TrainingSetting, layer: LayerMemory, beside: list[MemoryPart]) -> list[MemoryPart]:
-    """Returns the working set of one layer's backward: of its MLP, a norm, or its attention, with the parts beside it."""
-    tokens = setting.local_tokens
-    # The layer's saved tensors, or its input, are counted already; from host memory they must come back first.
-    counted = 0 if setting.offload else layer.input if setting.checkpointing else layer.saved
-
-    def of_part(name: str, by_token: int) -> MemoryPart:
-        more = max(0, by_token - counted)
-        formula = f"{tokens:,} tokens x {more:,} bytes"
-        return MemoryPart(f"working set of {name}", tokens * more, formula, _SAVED_BY_AUTOGRAD)
-
-    attention = [of_part("attention", layer.backward_of_attention), *beside]
-    others = [of_part("an MLP", layer.backward_of_mlp)], [of_part("a norm", layer.backward_of_norm)]
-    return max(attention, *others, key=total_bytes)
-
-
-def _last_norm(shape: ModelShape, setting: TrainingSetting) -> MemoryPart:
-    """Returns the working set of the last norm's backward, while no layer has begun its own."""
-    numbers = (4 + NORM_BACKWARD) * copies_norms(shape.layers[-1], setting) or 2 * setting.number_bytes
-    formula = f"{setting.local_tokens:,} tokens x {shape.width} x {numbers} bytes"
-    size = setting.local_tokens * shape.width * numbers
-    return MemoryPart("working set of the last norm", size, formula, _SAVED_BY_AUTOGRAD)
+def _activations(name: str, setting: TrainingSetting, size: int, what: str, host: bool = False) -> MemoryPart:
+    formula = f"{setting.local_tokens:,} tokens x {size / setting.local_tokens:,.0f} bytes {what}"
+    return MemoryPart(name, size, formula, _MEASURED, host)
 
 
 def _in_loss(shape: ModelShape, setting: TrainingSetting) -> list[MemoryPart]:
-    """Returns the parts of the loss, which computes its gradients slice by slice."""
-    # The last norm, as in a layer: its input, its output, and its gradient.
-    tokens, numbers = setting.local_tokens, 3 * setting.number_bytes + 4 * copies_norms(shape.layers[-1], setting)
-    norm = f"{tokens:,} tokens x {shape.width} x {numbers} bytes"
+    """Returns the parts of the loss beside hidden states; it computes its gradients slice by slice."""
     # Backward of a slice holds the logarithms of probabilities and two gradients, in float32.
+    tokens = setting.local_tokens
     at_once = min(tokens, tokens_at_once(tokens, shape.width, shape.vocabulary))
     logits = f"{at_once:,} tokens x {shape.vocabulary:,} words x 12 bytes"
     head = f"{shape.embedding:,} x (4 bytes of all slices + {setting.master_bytes} of one)"
     adding = "the loss adds the gradients of slices in float32"
     return [
-        MemoryPart("hidden states of the loss", tokens * shape.width * numbers, norm, _SAVED_BY_AUTOGRAD),
         MemoryPart("logits", at_once * shape.vocabulary * 12, logits, "a slice of the loss (hf/loss/lm_loss.py)"),
         MemoryPart("gradient of the head", shape.embedding * (4 + setting.master_bytes), head, adding),
     ]

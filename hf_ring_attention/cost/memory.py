@@ -1,21 +1,22 @@
 """The setting and the formulas of an estimate: memory that grows with the sequence, and memory that does not.
 
-Activations follow what autograd saves for the operations of Transformers' layers (arXiv 2205.05198, section 4, counts another
-model the same way), without mixers of hybrids. ZeRO (arXiv 1910.02054, section 5) divides the optimizer's state, from stage 2
-gradients, in stage 3 (and FSDP) parameters. Implementations also hold buckets, float32 copies, and the layers that they gather.
+Activations are measured (activations.py); what only a kernel or a transport knows is here. ZeRO (arXiv 1910.02054, section 5)
+divides the optimizer's state, from stage 2 gradients, in stage 3 (and FSDP) parameters. Implementations also hold buckets,
+float32 copies, and the layers that they gather.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..plan.branches import check_choice, check_count
 
 if TYPE_CHECKING:  # The command line reads its choices here, and loads Transformers later.
+    from ..plan.patterns import Pattern
     from .layers import ModelAttention
-    from .shape import LayerShape, ModelShape
+    from .shape import ModelShape
 
 #: How parameters and their state are divided among devices.
 Parallel = Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"]
@@ -29,9 +30,6 @@ REDUCE_BUCKET = 500_000_000
 ROWS_OF_A_TILE = 128
 #: Adam's two moments (arXiv 1412.6980).
 MOMENTS = 2
-#: The bytes that backward of Transformers' RMSNorms holds for each number, beside the input in float32: also in float32, the
-#: gradients by the root and of the mean, the derivative of the square and its factor, and their product.
-NORM_BACKWARD = 5 * 4
 
 _LEAST = {"seq_len": 1, "devices": 1, "ring_size": 1, "batch_size": 1}
 _LEAST |= {"layer_tokens_at_once": 0}
@@ -86,6 +84,22 @@ class TrainingSetting:
         return 0 < tokens_at_once < self.local_tokens
 
     @property
+    def is_fused(self) -> bool:
+        """Whether one launch of the fused kernel computes a pattern."""
+        return self.device == "cuda" and self.ring_size == 1
+
+    def is_one_tile(self, pattern: Pattern | None) -> bool:
+        """Whether attention is one tile of all tokens; None is no attention."""
+        return self.ring_size == 1 and pattern is not None and str(pattern) == "exact"
+
+    def attention_widths(self, attention: ModelAttention) -> tuple[int, int, int]:
+        """Returns the numbers of a token in queries, in outputs, and in keys and values."""
+        # With fewer key/value heads than ranks, several ranks have the same head (plan/heads.py).
+        group = (self.heads or self.ring_size) if self.transport == "heads" else 1
+        keys = max(attention.num_kv_heads, group) * (attention.head_dim + attention.value_dim)
+        return attention.num_heads * attention.head_dim, attention.num_heads * attention.value_dim, keys
+
+    @property
     def number_bytes(self) -> int:
         """The bytes of an activation."""
         return NUMBER_BYTES[self.dtype]
@@ -117,73 +131,29 @@ def total_bytes(parts: Sequence[MemoryPart], host: bool = False) -> int:
     return sum(part.bytes for part in parts if part.host == host)
 
 
-class LayerMemory(NamedTuple):
-    """The bytes of one layer for each token of a rank; backward of a part counts what the layer still has saved."""
+def sums_part(attention: ModelAttention, setting: TrainingSetting, pattern: Pattern) -> MemoryPart:
+    """Returns the tensors that backward of one layer's attention holds beside the gradients that it returns.
 
-    saved: int  # by autograd
-    input: int  # of these, the layer's input
-    kept: int  # by checkpointing, beside the layer's input
-    backward_of_mlp: int  # 0 without an MLP
-    backward_of_norm: int
-    backward_of_attention: int
-
-
-def copies_norms(layer: LayerShape, setting: TrainingSetting) -> bool:
-    """Returns whether norms copy the rows of all tokens in float32."""
-    return layer.norms_in_float32 and not setting.slices(setting.layer_tokens_at_once)
-
-
-def layer_memory(shape: ModelShape, layer: LayerShape, setting: TrainingSetting, whole: bool) -> LayerMemory:
-    """Returns the bytes of a layer for each token; attention of one tile, `whole`, copies no output to another order."""
-    size, attention, width = setting.number_bytes, shape.attention, shape.width
-    queries = attention.num_heads * attention.head_dim
-    # With fewer key/value heads than ranks, several ranks have the same head (plan/heads.py).
-    group = (setting.heads or setting.ring_size) if setting.transport == "heads" else 1
-    keys = max(attention.num_kv_heads, group) * (attention.head_dim + attention.value_dim)
-    outputs = attention.num_heads * attention.value_dim
-    # An RMSNorm saves its input in float32, the reciprocal root, the normalized rows, and the output that a linear layer reads.
-    # In slices it saves its input and output, as torch's LayerNorm does.
-    copied = copies_norms(layer, setting)
-    of_norms = [norm * (4 + 2 * size) + 4 if copied else norm * 2 * size for norm in layer.norm_widths]
-    of_heads = layer.head_norm_width * (4 + size if copied else size)
-    # One launch of the fused kernel writes outputs in the order of the model, and reads their gradients in that order.
-    fused = setting.device == "cuda" and setting.ring_size == 1
-    stored = outputs if whole or fused else 2 * outputs
-    projections = ((queries + keys + stored + layer.gate_width) * size + 4 * attention.num_heads) * layer.attends
-    has_mlp = layer.mlp_width > 0
-    # The last norm of a layer belongs to its MLP, if it has one.
-    last_norm = sum(of_norms[-1:]) * has_mlp
-    attention_saved = sum(of_norms) - last_norm + of_heads + projections
-    # Gate, activated gate, up and product; without a gate, the projection and its activation. Experts compute whole rows.
-    inner, routed = layer.mlp_width * size, 2 * layer.experts_per_token * width * size + 12 * layer.experts
-    mlp_at_once = 0 if layer.experts else setting.layer_tokens_at_once
-    mlp = 0 if setting.slices(mlp_at_once) else (4 if layer.gated else 2) * inner + routed
-    residual = width * size  # the bytes of the gradient of the residual stream
-    # Backward of the product holds gate, activated gate and up, and the gradients of product, activated gate and up. Slices
-    # also hold the gradients of their inputs, and join these at the end.
-    working_mlp = (6 if layer.gated else 3) * inner + routed
-    if setting.slices(mlp_at_once):
-        working_mlp = residual + max(working_mlp * mlp_at_once // setting.local_tokens, residual)
-    # The last norm runs backward while attention's tensors wait, and the norm of queries when they are gone. In slices, and as
-    # torch's LayerNorm, norms hold less than an MLP or attention.
-    of_norm = attention_saved * has_mlp + (4 + NORM_BACKWARD) * max(layer.norm_widths, default=0)
-    of_query_norm = attention_saved - projections + (queries + keys) * size + NORM_BACKWARD * queries
-    working_norm = max(of_norm, of_query_norm if layer.head_norm_width else 0) + residual
-    # With several tiles, gradients of queries, keys and values are summed in float32 beside the gradients of a tile, and the
-    # output's gradient is copied to the order of the kernel. One launch of the fused kernel writes the gradient of queries.
-    sums = queries * (size if whole or fused else 4 + size) + keys * (size if whole else 4 + size)
-    of_outputs = outputs * size * (1 if fused and not whole else 2)
-    # Checkpointing keeps out and lse. By the heads transport, these are the tensors of each piece beside the output.
-    kept = (queries + keys + 2 * outputs if setting.transport == "heads" else outputs) * size + 4 * attention.num_heads
-    keeps = setting.checkpointing and setting.keep_attention
-    return LayerMemory(
-        saved=attention_saved + last_norm + mlp,
-        input=0 if copied and size < 4 else residual,  # A norm keeps it, if not a copy in float32.
-        kept=kept * layer.attends * keeps,
-        backward_of_mlp=(attention_saved + last_norm + working_mlp + residual) * has_mlp,
-        backward_of_norm=working_norm * copied,
-        backward_of_attention=(attention_saved + residual + of_outputs + sums) * layer.attends,
+    With several tiles, gradients of queries, keys and values are summed in float32 beside those of a tile, and the output's
+    gradient is copied to the order of the kernel. One launch of the fused kernel sums only those of keys and values.
+    """
+    queries, outputs, keys = setting.attention_widths(attention)
+    whole, fused = setting.is_one_tile(pattern), setting.is_fused
+    numbers = 4 * keys * (not whole) + 4 * queries * (not (whole or fused))
+    numbers += outputs * setting.number_bytes * (whole or not fused)
+    formula = f"{setting.local_tokens:,} tokens x {numbers:,} bytes"
+    return MemoryPart(
+        "sums of attention", setting.local_tokens * numbers, formula, "float32 sums of tiles; ring/engine.py"
     )
+
+
+def pieces_part(attention: ModelAttention, setting: TrainingSetting, layers: int) -> MemoryPart:
+    """Returns what checkpointing keeps of these layers by the heads transport, beside their outputs."""
+    exchanged = setting.transport == "heads" and setting.checkpointing and setting.keep_attention
+    size = sum(setting.attention_widths(attention)) * setting.number_bytes * exchanged
+    formula = f"{setting.local_tokens:,} tokens x {size:,} bytes in {layers} layers"
+    source = "the exchanged queries, keys, values and outputs (ring/operator.py)"
+    return MemoryPart("pieces of heads", setting.local_tokens * size * layers, formula, source, setting.offload)
 
 
 def workspace_part(attention: ModelAttention, setting: TrainingSetting, exact: bool) -> MemoryPart:

@@ -67,6 +67,17 @@ def attach(module: nn.Module, config: Any) -> None:
     attached.config = config
 
 
+def leave_out(module: nn.Module) -> None:
+    """Makes a mixer return its input."""
+    name = next(iter(_parameters(type(module).forward)))
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs[name]
+        return (hidden, None) if type(module).__name__ in _RETURN_TUPLES else hidden
+
+    module.forward = forward
+
+
 def check_parameters(path: str, mixer: nn.Module) -> None:
     """Refuses a mixer with an unknown parameter, such as one that a later release of Transformers adds."""
     parameters = [*_parameters(type(mixer).forward).values()][1:]  # behind the hidden states

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -64,10 +65,22 @@ def sliced_layers(model: Model, tokens_at_once: int | None = 32768) -> Model:
     """
     if tokens_at_once is not None:
         check_count("sliced_layers", "tokens_at_once", tokens_at_once)
-    found = _modules_of(inner := inner_model(model, "sliced_layers"))
+    _, experts = slice_modules(inner_model(model, "sliced_layers"), tokens_at_once)
+    if experts:
+        path, name = next(iter(experts.items()))
+        warn_once(
+            f"sliced_layers: {path} ({name}) sends tokens to experts, which may depend on all tokens: experts compute whole "
+            f"rows, norms and dense MLPs slices"
+        )
+    return model
+
+
+def slice_modules(model: PreTrainedModel, tokens_at_once: int | None) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """Does what `sliced_layers` says; returns these modules, and the classes of modules with experts, by their paths."""
+    found, experts = _modules_of(model)
     for path, module in found.items():
         _check_gathered_together(path, module)
-    for module in inner.modules():  # Since the last call, a module or a function may have been put around it.
+    for module in model.modules():  # Since the last call, a module or a function may have been put around it.
         slices: _SlicedForward | None = vars(module).get(_SLICES)
         if slices is not None:
             slices.tokens = tokens_at_once
@@ -78,11 +91,11 @@ def sliced_layers(model: Model, tokens_at_once: int | None = 32768) -> Model:
         if not any(_SLICES in vars(x) for x in module.modules()):
             module.forward = _SlicedForward(module, vars(module).get("forward"), tokens_at_once)
             setattr(module, _SLICES, module.forward)
-    return model
+    return found, experts
 
 
-def _modules_of(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Returns the MLPs and norms of a model's decoder by their paths, without experts; refuses a model without MLPs.
+def _modules_of(model: PreTrainedModel) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """Returns the MLPs and norms of a model's decoder by their paths, and the classes of modules with experts.
 
     A norm has no modules inside, and at most one weight for each number of a row: its rows are independent.
     """
@@ -107,18 +120,12 @@ def _modules_of(model: PreTrainedModel) -> dict[str, nn.Module]:
             mlps = {other: mlp for other, mlp in mlps.items() if not inside(path, [other])}
         elif any(map(_MLP.search, names)) and not inside(path, (*mlps, *experts)):
             mlps[path] = module
-    if experts:
-        path, name = next(iter(experts.items()))
-        warn_once(
-            f"sliced_layers: {path} ({name}) sends tokens to experts, which may depend on all tokens: experts compute whole "
-            f"rows, norms and dense MLPs slices"
-        )
-    elif not mlps:
+    if not mlps and not experts:
         raise NotImplementedError(
             f"sliced_layers: {type(model).__name__} has no module named mlp, ffn or feed_forward: use checkpointing and a "
             f"larger ring"
         )
-    return mlps | norms
+    return mlps | norms, experts
 
 
 def _check_gathered_together(mlp: str, module: nn.Module) -> None:
@@ -178,6 +185,9 @@ class _SlicedForward:
         slices = zip(*(x.split(length, dim) if isinstance(x, Tensor) else repeat(x) for x in values))
         device = next(x.device.type for x in values if isinstance(x, Tensor))
         # From its cache, all slices would share one cast of each weight, and their gradients would be added in its dtype.
-        dtype, on = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-        with torch.autocast(device, dtype, on, cache_enabled=False):
+        casting: AbstractContextManager[Any] = nullcontext()
+        if torch.amp.is_autocast_available(device):
+            dtype, on = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+            casting = torch.autocast(device, dtype, on, cache_enabled=False)
+        with casting:
             return torch.cat([run(*of_slice) for of_slice in slices], dim)

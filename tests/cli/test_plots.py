@@ -72,10 +72,11 @@ def test_parts_of_an_estimate_are_in_the_group_that_names_them():
         "gathered parameters": "parameters",
         "gradient buckets": "gradients",
         "optimizer step": "optimizer",
-        "kept attention": "saved for backward",
+        "pieces of heads": "saved for backward",
         "exchange buffers": "exchange buffers",
         "workspace of attention": "working set",
-        "working set of an MLP": "working set",
+        "sums of attention": "working set",
+        "working set of a layer": "working set",
         "logits": "working set",
     }
     assert {name: plots.group_of_part(name) for name in groups} == groups

@@ -13,7 +13,7 @@ from hf_ring_attention.compute.kernels import CpuFlash, Math, choose_kernel
 from hf_ring_attention.compute.merge import accumulation_dtype
 from hf_ring_attention.plan.kernel_choice import ANY_TILES, TileKinds
 from tests.support.cuda_operators import HALVES, FlashAttention2
-from tests.support.live_bytes import LargestResult
+from tests.support.largest_result import LargestResult
 
 CUDA = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 FLASH = pytest.mark.skipif(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import operator
 import re
 from pathlib import Path
 
@@ -15,12 +14,14 @@ from transformers import AutoModelForCausalLM
 
 import hf_ring_attention as ra
 from hf_ring_attention.cli import main as cli
-from hf_ring_attention.cost.memory import layer_memory, workspace_part
+from hf_ring_attention.cost.memory import MemoryPart, sums_part, workspace_part
 from hf_ring_attention.cost.questions import bound_of_peak, longest_sequence, next_switches, smallest_ring
 from hf_ring_attention.cost.shape import shape_of_model
-from tests.support.live_bytes import LiveBytes
+from hf_ring_attention.cost.trace import LiveBytes
+from hf_ring_attention.plan.patterns import Pattern
+from hf_ring_attention.training import sliced_layers
 from tests.support.ranks import TIMEOUT, forked
-from tests.support.tiny_models import tiny_config
+from tests.support.tiny_models import VOCAB, tiny_config
 
 LLAMA_8B = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
 LLAMA_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
@@ -39,22 +40,52 @@ def test_parameters_are_the_models(model_type):
     assert [one.parameters for one in shape.layers] == [sum(p.numel() for p in layer.parameters()) for layer in stack]
 
 
-def test_layers_have_the_modules_of_the_model():
-    """Features of the MLP that a token passes, experts, experts of a token, gated, and features of head norms."""
+def test_a_model_has_the_parameters_of_its_card():
+    assert shape_of_model(LLAMA_8B).parameters == 8_030_261_248  # Llama 3.1 8B
 
-    of_layer = operator.attrgetter("mlp_width", "experts", "experts_per_token", "gated", "head_norm_width")
 
-    def sizes(model_type):
-        return [*map(of_layer, shape_of_model(tiny_config(model_type)).layers)]
+TYPES = (
+    "cohere2",
+    "deepseek_v3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "glm4",
+    "gpt2",
+    "gpt_neox",
+    "gpt_oss",
+    "granite",
+    "llama",
+)
+TYPES += ("llama4_text", "mistral", "mixtral", "olmo2", "opt", "phi", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3")
+TYPES += ("stablelm", "starcoder2")
 
-    assert sizes("llama") == [(64, 0, 0, True, 0)] * 2
-    assert sizes("gpt2")[0] == (128, 0, 0, False, 0)  # c_fc and c_proj, four times the width
-    assert sizes("qwen3")[0] == (64, 0, 0, True, 48)  # 4 + 2 heads of 8
-    assert sizes("mixtral")[0] == (128, 4, 2, True, 0)
-    assert sizes("llama4_text")[0] == (192, 4, 2, True, 0)  # two experts, and one that all tokens pass
-    assert shape_of_model(LLAMA_8B).parameters == 8_030_261_248  # as the model card of Llama 3.1 8B counts them
-    with pytest.raises(ValueError, match=r"the experts of 'dbrx' are in one matrix, ffn\.experts\.mlp\.w2"):
-        sizes("dbrx")
+
+@pytest.mark.parametrize("way", [{}, {"checkpointing": False}, {"layer_tokens_at_once": 100}], ids=str)
+@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.drawn
+def test_activations_are_the_live_bytes_of_a_step(model_type, way, monkeypatch):
+    """The tensors beside weights in backward; attention runs inside an operator, where they are not seen."""
+    monkeypatch.setattr("hf_ring_attention.cost.estimate.sums_part", lambda *_: MemoryPart("unseen", 0, "", ""))
+    tokens, config = 2048, tiny_config(model_type, max_position_embeddings=4096)
+    model = ra.patch_model(AutoModelForCausalLM.from_config(config).float().train(), "exact", ring=ra.Ring.alone())
+    if way.get("checkpointing", True):
+        model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": ra.keep_attention})
+    if "layer_tokens_at_once" in way:
+        if model_type == "opt":
+            pytest.skip("its MLPs are no modules")
+        ra.sliced_layers(model, way["layer_tokens_at_once"])
+    ids = torch.arange(tokens)[None] % VOCAB
+    model(ids, labels=ids, use_cache=False).loss.backward()  # The first call makes the plan.
+    model.zero_grad()
+    with LiveBytes([*model.parameters(), *model.buffers()]) as live:
+        loss = model(ids, labels=ids, use_cache=False).loss
+        live.peak = 0
+        loss.backward()
+    answer = ra.estimate(model.config, tokens, dtype="float32", parallel="ddp", device="cpu", **way)
+    states = sum(part.bytes for part in answer.parts if part.name in ("parameters", "optimizer state"))
+    counted = max(size for phase, size in answer.phases.items() if phase.startswith("backward")) - states
+    assert counted == pytest.approx(live.peak, rel=0.05)
 
 
 @torch.no_grad()
@@ -63,41 +94,6 @@ def alike(model):
     for parameter in model.parameters():
         parameter.fill_(0.01)
     return model
-
-
-@pytest.mark.parametrize(
-    ("dtype", "ranks", "slices"), [(torch.float32, 1, 0), (torch.bfloat16, 2, 0), (torch.float32, 1, 16)]
-)
-def test_a_layer_saves_what_autograd_saves(dtype, ranks, slices):
-    """The storages that autograd keeps, counted in a model of one layer and of two."""
-    tokens = 64
-
-    def saved(ring):
-        sizes = []
-        for layers in (1, 2):
-            config = model_of(Shape(4, 2, device="meta"), tokens).config
-            config.num_hidden_layers = layers
-            model = alike(AutoModelForCausalLM.from_config(config).to(dtype).train())
-            ra.sliced_layers(ra.patch_model(model, "exact", ring=ring), slices or None)
-            weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-            ids = torch.arange(tokens)[None]
-            storages = {}
-
-            def keep(x, storages=storages):
-                storages[x.untyped_storage().data_ptr()] = x
-                return x
-
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-                loss = model(ids, labels=ids).loss
-            sizes.append(sum(x.untyped_storage().nbytes() for at, x in storages.items() if at not in weights))
-            del loss
-        return (sizes[1] - sizes[0]) / (tokens // ring.world_size)
-
-    measured = [saved(ra.Ring.alone())] if ranks == 1 else ra.run_simulated(saved, ranks, transport="ring")
-    setting = {"devices": ranks, "dtype": dtype, "layer_tokens_at_once": slices}
-    answer = ra.estimate(model_of(Shape(4, 2), tokens).config, tokens, **setting)
-    memory = layer_memory(answer.shape, answer.shape.layers[0], answer.setting, whole=ranks == 1)
-    assert measured == [memory.saved] * ranks
 
 
 @pytest.mark.parametrize(
@@ -123,43 +119,8 @@ def test_checkpointing_keeps_what_is_counted(dtype, ranks, transport):
 
     measured = [kept(ra.Ring.alone())] if ranks == 1 else ra.run_simulated(kept, ranks, transport=transport)
     config, setting = model_of(Shape(4, 2), tokens).config, {"devices": ranks, "transport": transport, "dtype": dtype}
-    answer = ra.estimate(config, tokens, **setting)
-    memory = layer_memory(answer.shape, answer.shape.layers[0], answer.setting, whole=ranks == 1)
-    assert measured == [4 * memory.kept * tokens // ranks] * ranks
-    without = ra.estimate(config, tokens, **setting, keep_attention=False)
-    assert without.phases["loss"] == answer.phases["loss"] - measured[0]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "slices", "checkpointing", "inner", "at_the_peak"),
-    [
-        ("bfloat16", 0, True, 512, "an MLP"),
-        ("bfloat16", 0, True, 256, "a norm"),
-        ("bfloat16", 0, False, 256, "the last norm"),
-        ("bfloat16", 256, True, 512, "an MLP"),
-        ("float32", 256, False, 512, "an MLP"),
-    ],
-)
-def test_backward_holds_what_is_counted(dtype, slices, checkpointing, inner, at_the_peak):
-    """The bytes of live tensors beside the weights; attention runs inside an operator, where they are not seen."""
-    tokens, ids = 2048, torch.arange(2048)[None] % 64
-    sizes = {"vocab_size": 64, "num_hidden_layers": 2, "tie_word_embeddings": True, "intermediate_size": inner}
-    model = model_of(Shape(16, 4, 16, dtype, "cpu"), tokens, checkpointing=checkpointing, **sizes)
-    ra.sliced_layers(ra.patch_model(model, "exact", ring=ra.Ring.alone()), slices or None)
-    model(ids, labels=ids).loss.backward()  # The first call makes the plan.
-    model.zero_grad()
-    with LiveBytes(model.parameters()) as live:
-        loss = model(ids, labels=ids).loss
-        live.peak = 0
-        loss.backward()
-    answer = ra.estimate(
-        model.config, tokens, dtype=dtype, master_dtype=dtype, parallel="ddp", device="cpu",
-        checkpointing=checkpointing, layer_tokens_at_once=slices,
-    )  # fmt: skip
-    states = sum(part.bytes for part in answer.parts if part.name in ("parameters", "optimizer state"))
-    counted = max(size for phase, size in answer.phases.items() if phase.startswith("backward")) - states
-    assert f"working set of {at_the_peak}" in [part.name for part in answer.parts]
-    assert counted == pytest.approx(live.peak, rel=0.03)
+    with_kept, without = (ra.estimate(config, tokens, **setting, keep_attention=keeps) for keeps in (True, False))
+    assert measured == [with_kept.phases["loss"] - without.phases["loss"]] * ranks
 
 
 PATTERNS = ("exact", "window:512+4", "pyramid:512,3")
@@ -182,9 +143,7 @@ def estimate_on_a_gpu(name, tokens, pattern="window:512+4", **changes):
 @pytest.fixture
 def whole_norms(monkeypatch):
     """Norms of whole rows, as in the releases that were measured, also if layers have slices."""
-    for module in ("memory", "estimate"):
-        name = f"hf_ring_attention.cost.{module}.copies_norms"
-        monkeypatch.setattr(name, lambda layer, setting: layer.norms_in_float32)
+    monkeypatch.setattr(sliced_layers, "_NORM", re.compile("no norm"))
 
 
 @pytest.mark.parametrize(("name", "tokens", "pattern", "measured"), MEASURED)
@@ -207,21 +166,13 @@ def test_rows_that_a_gpu_did_not_hold_fit_in_slices(tokens, changes):
     assert estimate_on_a_gpu("1B", tokens, layer_tokens_at_once=32768, keep_attention=False, **changes) < 75
 
 
-def test_experts_and_norms_of_torch_stay_whole():
+def test_slices_take_memory_from_norms_or_mlps():
     """Slices of layers take the float32 copies of norms from a model with experts, and the MLPs from one with LayerNorms."""
-
-    def working_sets(model_type, **changes):
-        shape = (answer := ra.estimate(tiny_config(model_type), 4096, **changes)).shape
-        return layer_memory(shape, shape.layers[0], answer.setting, whole=True)
-
-    for model_type, copied in (("mixtral", True), ("gpt2", False)):
-        whole, sliced = working_sets(model_type), working_sets(model_type, layer_tokens_at_once=64)
-        assert (whole.backward_of_norm > 0) is copied and sliced.backward_of_norm == 0
-        assert (sliced.backward_of_attention < whole.backward_of_attention) is copied
-        assert sliced.backward_of_mlp < whole.backward_of_mlp
-    # Each of two norms no longer saves a copy in 4 bytes a number, and 4 bytes a token.
-    whole, sliced = working_sets("mixtral"), working_sets("mixtral", layer_tokens_at_once=64)
-    assert whole.backward_of_mlp - sliced.backward_of_mlp == 2 * (4 * 32 + 4)
+    for model_type in ("mixtral", "gpt2"):
+        whole, sliced = (ra.estimate(tiny_config(model_type), 4096, layer_tokens_at_once=x) for x in (0, 64))
+        assert sliced.phases["backward of layer 0"] < whole.phases["backward of layer 0"]
+    with pytest.raises(ValueError, match="cannot be measured: sliced_layers: OPTForCausalLM has no module named mlp"):
+        ra.estimate(tiny_config("opt"), 4096, layer_tokens_at_once=64)
 
 
 def test_buffers_are_those_of_explain():
@@ -238,13 +189,17 @@ def test_buffers_are_those_of_explain():
 def test_attention_on_a_gpu_holds_the_workspace_of_its_kernel():
     """Of exact attention: dq in float32, a number a row, and with grouped heads dk and dv of all query heads."""
 
-    small = LLAMA_8B | {"vocab_size": 8192}  # The loss holds less than attention.
+    small = LLAMA_8B | {"vocab_size": 1024}  # The loss holds less than attention.
 
-    def part(pattern, **changes):
-        answer = ra.estimate(small, 1 << 17, pattern=pattern, layer_tokens_at_once=1024, **changes)
-        part = workspace_part(answer.shape.attention, answer.setting, pattern == "exact")
-        assert part.bytes == 0 or part in answer.parts or pattern != "exact"
-        return part
+    def parts(text, **changes):
+        answer = ra.estimate(small, 1 << 17, pattern=text, layer_tokens_at_once=1024, **changes)
+        call = answer.shape.attention, answer.setting
+        found = workspace_part(*call, text == "exact"), sums_part(*call, Pattern.parse(text))
+        assert changes or text != "exact" or {*found} <= {*answer.parts}
+        return found
+
+    def part(text, **changes):
+        return parts(text, **changes)[0]
 
     rows, heads = (1 << 17) + 128, 32
     assert part("exact").bytes == rows * heads * (128 * 4 + 4 + 2 * 128 * 2)
@@ -255,12 +210,12 @@ def test_attention_on_a_gpu_holds_the_workspace_of_its_kernel():
     assert part("exact", device="cpu").bytes == 0
     own_heads = ra.estimate(small | {"num_key_value_heads": 32}, 1 << 17, layer_tokens_at_once=1024)
     assert {x.name: x.bytes for x in own_heads.parts}["workspace of attention"] == rows * heads * (128 * 4 + 4)
-    # One launch of the fused kernel sums only dk and dv in float32, and copies neither outputs nor their gradients.
-    on_cpu, on_gpu, in_rings = (
-        layer_memory(x.shape, x.shape.layers[0], x.setting, whole=False).backward_of_attention
-        for x in (ra.estimate(LLAMA_8B, 4096, **y) for y in ({"device": "cpu"}, {}, {"devices": 2}))
-    )
-    assert on_cpu == in_rings == on_gpu + (4 + 2 + 2) * 4096
+    # One launch of the fused kernel sums only dk and dv in float32, and copies no gradients of outputs.
+    on_gpu, on_cpu, in_rings = (parts("window:512+4", **x)[1].formula for x in ({}, {"device": "cpu"}, {"devices": 2}))
+    keys, queries, outputs = 8 * 2 * 128, 4096, 4096
+    assert on_gpu == f"131,072 tokens x {4 * keys:,} bytes"
+    assert on_cpu == f"131,072 tokens x {4 * keys + 4 * queries + 2 * outputs:,} bytes"
+    assert in_rings == f"65,536 tokens x {4 * keys + 4 * queries + 2 * outputs:,} bytes"
 
 
 def test_stages_divide_what_they_say():
@@ -291,8 +246,8 @@ def test_every_switch_takes_memory_from_the_device():
     ways = ({"checkpointing": False}, {}, {"offload": True})
     whole, checkpointed, offloaded = (ra.estimate(LLAMA_8B, 131072, **shared, **way) for way in ways)
     assert whole.peak > checkpointed.peak > offloaded.peak
-    # The input of each layer, and the output and the log-sum-exp of its attention.
-    assert offloaded.host == 32 * (4096 * 2 + 4096 * 2 + 32 * 4) * 131072 // 4 and plain.host == 0
+    # The input of each layer, and the output and the log-sum-exp of its attention; and the number of each token.
+    assert offloaded.host == (32 * (4096 * 2 + 4096 * 2 + 32 * 4) + 8) * 131072 // 4 and plain.host == 0
 
 
 def test_the_parts_are_the_peak():
@@ -351,7 +306,7 @@ def test_the_longest_sequences_of_the_guide():
     """The row of 8 GPUs in recipes/guide/figures.md, by ring."""
     asked = {"parallel": "zero3", "transport": "ring", "offload": True, "offload_optimizer": True}
     asked |= {"layer_tokens_at_once": 4096, "memory": 80 * 2**30}
-    assert longest_sequence(ra.estimate(LLAMA_8B, 1 << 22, devices=8, **asked)) == pytest.approx(4.38e6, rel=1e-3)
+    assert longest_sequence(ra.estimate(LLAMA_8B, 1 << 22, devices=8, **asked)) == pytest.approx(4.62e6, rel=1e-3)
 
 
 def test_the_smallest_ring_holds_the_sequence_and_half_of_it_does_not():
@@ -448,7 +403,7 @@ def test_options_are_named_once_and_only_if_the_step_does_not_fit(folder, capsys
 def test_options_that_fit_together_are_named(folder, capsys):
     """The fewest of those that are not enough by themselves; with them, the step fits."""
     words = f"estimate --model {folder} --tokens 256k --no-checkpointing --devices 4 --ranks 2 --memory"
-    for memory, expected in (("60GB", 2), ("50GB", 3), ("40GB", None)):
+    for memory, expected in (("50GB", 2), ("40GB", None)):
         assert not ended(f"{words} {memory}")
         printed = capsys.readouterr().out
         combined = re.findall(r"^with (--.*) it fits$", printed, re.MULTILINE)

@@ -8,6 +8,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import hf_ring_attention as ra
 from hf_ring_attention.cost.models import attention_of_model
+from hf_ring_attention.cost.trace import LiveBytes
 from hf_ring_attention.hf.forward_pass import running_with
 from hf_ring_attention.hf.loss.on_use import values_of
 from hf_ring_attention.hf.model.types import MIXERS
@@ -16,7 +17,6 @@ from hf_ring_attention.plan.choices import decide_call
 from hf_ring_attention.plan.problem import Problem
 from hf_ring_attention.plan.state_runs import rows_traffic, runs_of, states_traffic
 from hf_ring_attention.plan.traffic import RowBytes, collective_traffic, ring_traffic
-from tests.support.live_bytes import LiveBytes
 from tests.support.ranks import on_ranks, run_simulated
 from tests.support.tiny_models import VOCAB, tiny_config, tiny_model
 

@@ -20,7 +20,7 @@ from hf_ring_attention.ring.engine import Execution, backward_pass, forward_pass
 from hf_ring_attention.transport.transports import LocalTransport
 from tests.support.cases import case_of, check_cases, check_simulated
 from tests.support.cuda_operators import FlashAttention2
-from tests.support.live_bytes import LargestResult
+from tests.support.largest_result import LargestResult
 from tests.support.ranks import run_simulated
 from tests.support.tolerance import assert_exact
 

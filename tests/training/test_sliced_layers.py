@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import hf_ring_attention as ra
+from hf_ring_attention.cost.trace import LiveBytes
 from hf_ring_attention.hf.model.config import warn_once
-from tests.support.live_bytes import LiveBytes
 from tests.support.ranks import on_ranks
 from tests.support.tiny_models import CAUSAL_TYPES, INNER, NOT_BUILT, tiny_config, tiny_model
 from tests.support.tolerance import EXACT, allowed, assert_exact, distance, gradients_distance
