@@ -45,16 +45,7 @@ def print_table(
     if title:
         console.print(Text(title, style="bold"))
     texts, room = [[str(cell) for cell in row] for row in rows], console.width - 2 * len(headings)
-    numbers: dict[str, str] = {}
-    longest = [_longest_word(column) for column in zip(headings, *texts)]
-    for place in sorted(range(min(left, len(longest))), key=longest.__getitem__, reverse=True):
-        if sum(longest) <= room:
-            break
-        for row in texts:
-            if _longest_word([row[place]]) > SHORT_ENOUGH:
-                row[place] = numbers.setdefault(row[place], f"[{len(numbers) + 1}]")
-        longest[place] = _longest_word([headings[place], *(row[place] for row in texts)])
-    notes = [*(f"{number} {cell}" for cell, number in numbers.items()), *notes]
+    notes = [*_number_long_cells(headings, texts, left, room), *notes]
     columns = [*zip(headings, *texts)]
     widths: list[Any] = [None] * len(columns)
     if sum(max(map(len, column)) for column in columns) > room >= sum(map(_unbroken, columns)):
@@ -71,6 +62,20 @@ def print_table(
     console.print()
     if notes:
         console.print(Text("\n".join((*notes, ""))))
+
+
+def _number_long_cells(headings: Sequence[str], texts: list[list[str]], left: int, room: int) -> list[str]:
+    """Puts numbers in place of long cells of the left columns, if words need more room; returns what the numbers mean."""
+    numbers: dict[str, str] = {}
+    longest = [_longest_word(column) for column in zip(headings, *texts)]
+    for place in sorted(range(min(left, len(longest))), key=longest.__getitem__, reverse=True):
+        if sum(longest) <= room:
+            break
+        for row in texts:
+            if _longest_word([row[place]]) > SHORT_ENOUGH:
+                row[place] = numbers.setdefault(row[place], f"[{len(numbers) + 1}]")
+        longest[place] = _longest_word([headings[place], *(row[place] for row in texts)])
+    return [f"{number} {cell}" for cell, number in numbers.items()]
 
 
 def _longest_word(texts: Sequence[str]) -> int:

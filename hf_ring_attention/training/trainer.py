@@ -299,19 +299,8 @@ def _check_settings(trainer: Any) -> None:
         raise ValueError(
             f"ring_size={ring_size} and cp_size={cp_size} of the parallelism_config name the same number: give one of them"
         )
-    if getattr(args, "steps_per_generation", None) is not None:  # TRL has compared these with the number of processes.
-        rings, generations, batch = trainer.ring.dp_size, args.num_generations, args.generation_batch_size
-        if batch % generations:
-            raise ValueError(
-                f"num_generations={generations} does not divide generation_batch_size={batch} of {rings} rings: raise "
-                f"per_device_train_batch_size or steps_per_generation"
-            )
-        generations, batch = args.num_generations_eval or generations, args.per_device_eval_batch_size
-        if args.eval_strategy != "no" and batch * rings % generations:
-            raise ValueError(
-                f"num_generations={generations} of evaluations does not divide per_device_eval_batch_size={batch} times "
-                f"{rings} rings: raise per_device_eval_batch_size"
-            )
+    if getattr(args, "steps_per_generation", None) is not None:
+        _check_generations(args, trainer.ring.dp_size)
     for rows in (trainer.train_dataset, trainer.eval_dataset):
         if "position_ids" in (getattr(rows, "column_names", None) or ()) and not _keeps_positions(trainer):
             raise ValueError(
@@ -329,6 +318,22 @@ def _check_settings(trainer: Any) -> None:
     for setting, reason in refused.items():
         if reason:
             raise ValueError(f"{setting} does not work over a ring: {reason}. Leave it out")
+
+
+def _check_generations(args: Any, rings: int) -> None:
+    """Compares the numbers of TRL's completions with the rings; TRL has compared them with the number of processes."""
+    generations, batch = args.num_generations, args.generation_batch_size
+    if batch % generations:
+        raise ValueError(
+            f"num_generations={generations} does not divide generation_batch_size={batch} of {rings} rings: raise "
+            f"per_device_train_batch_size or steps_per_generation"
+        )
+    generations, batch = args.num_generations_eval or generations, args.per_device_eval_batch_size
+    if args.eval_strategy != "no" and batch * rings % generations:
+        raise ValueError(
+            f"num_generations={generations} of evaluations does not divide per_device_eval_batch_size={batch} times "
+            f"{rings} rings: raise per_device_eval_batch_size"
+        )
 
 
 def _keeps_positions(trainer: Any) -> bool:

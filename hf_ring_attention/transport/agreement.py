@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -91,23 +91,28 @@ class Agreement:
             reports = communicator.gather_objects((values, refusal, self.message))
         if error is not None:
             raise error
-        refusals = [(rank, refusal) for rank, (_, refusal, _) in enumerate(reports) if refusal is not None]
-        if refusals:
-            rank, (kind, text) = refusals[0]
-            together = "of the ring" if who == "rank" else f"of {communicator.world_size}"
-            raise (NotImplementedError if kind == "NotImplementedError" else ValueError)(
-                f"{who} {rank} {together} refused the call: {text}"
-            )
-        # Ranks that do something else differ in many values. All ranks name the same one, which says most.
-        names = dict.fromkeys([*_REMEDIES, *(name for values, _, _ in reports for name in values)])
-        for name in names:
-            by_rank = [values.get(name) for values, _, _ in reports]
+        self._raise_first_refusal([refusal for _, refusal, _ in reports])
+        self._raise_first_difference([values for values, _, _ in reports])
+        self.answers = [message for _, _, message in reports]
+
+    def _raise_first_refusal(self, refusals: Sequence[tuple[str, str] | None]) -> None:
+        """Raises the error of the first rank that has one; refusals are kinds and texts of errors."""
+        for rank, refusal in enumerate(refusals):
+            if refusal is not None:
+                together = "of the ring" if self.who == "rank" else f"of {len(refusals)}"
+                raise (NotImplementedError if refusal[0] == "NotImplementedError" else ValueError)(
+                    f"{self.who} {rank} {together} refused the call: {refusal[1]}"
+                )
+
+    def _raise_first_difference(self, values: Sequence[Mapping[str, Any]]) -> None:
+        """Raises an error if ranks that do something else differ; all name the same of many values, which says most."""
+        for name in dict.fromkeys([*_REMEDIES, *(name for of_rank in values for name in of_rank)]):
+            by_rank = [of_rank.get(name) for of_rank in values]
             if any(value != by_rank[0] for value in by_rank):
-                listed = ", ".join(f"{who} {rank}: {value}" for rank, value in enumerate(by_rank))
-                whom = f"{plural} of the ring" if who == "rank" else plural
+                listed = ", ".join(f"{self.who} {rank}: {value}" for rank, value in enumerate(by_rank))
+                whom = "ranks of the ring" if self.who == "rank" else "processes"
                 remedy = {**_REMEDIES, **self.remedies}.get(name, "pass the same")
                 raise ValueError(f"the {whom} disagree on {name}: {listed}; all must {remedy}")
-        self.answers = [message for _, _, message in reports]
 
 
 @contextmanager

@@ -104,22 +104,6 @@ def test_packed_as_the_collator_makes_it(model_type, how):
         assert_alike(found[:, start:stop], logits(eager, row[:, start:stop]))
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
-def test_padding_and_packing_leave_logits_alone(model_type):
-    """A document alone, padded left, right and on both sides, and packed with others."""
-    pattern = ra.Pattern.pyramid(window=3, levels=3, ratio=2, sinks=2)
-    model, document, other = ra.patch_model(tiny_model(model_type, "eager"), pattern), ids(1, 13), ids(1, 5)
-    expected = logits(model, document)
-    for before, after in ((5, 0), (0, 6), (3, 3)):
-        mask = torch.nn.functional.pad(torch.ones_like(document), (before, after))
-        row = torch.nn.functional.pad(document, (before, after))
-        found = logits(model, row, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp_min(0))
-        assert_alike(found[:, before : before + 13], expected)
-    positions = torch.cat([torch.arange(5), torch.arange(13), torch.arange(5)])[None]
-    packed = logits(model, torch.cat([other, document, other], 1), position_ids=positions)
-    assert_alike(packed[:, 5:18], expected)
-
-
 @pytest.mark.parametrize("pattern", ["exact", "pyramid:3,3", "longnet:4/1,12/2,all/4"])
 def test_padding_inside_a_row_leaves_its_tokens_alone(pattern):
     """Two rows with padding in two places get the logits and gradients of the rows without padding."""
@@ -256,29 +240,6 @@ def test_a_collator_that_contradicts_the_mask():
 
 
 # ---- on a ring
-
-
-@pytest.mark.parametrize(
-    ("how", "world_size", "layout"),
-    [
-        ("position_ids", 2, "contiguous"),
-        ("seq_idx", 3, "zigzag"),
-        ("cu_seq_lens", 4, "contiguous"),
-        ("seq_idx", 4, "zigzag"),
-        ("attention_mask", 2, "zigzag"),
-    ],
-)
-def test_packed_rows_on_a_ring(how, world_size, layout):
-    """Documents within parts, one for each part, and some that begin where a part does."""
-    row, lengths = ids(), torch.tensor({2: (10, 10), 3: (7, 9, 4), 4: (5, 5, 1, 5, 4)}[world_size])
-    inputs = {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
-    expected = logits(ra.patch_model(llama()), row, **inputs)
-    if how in ("seq_idx", "attention_mask"):
-        numbers = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None]
-        inputs = {how: numbers + (how == "attention_mask")}
-    elif how == "cu_seq_lens":
-        inputs = {"cu_seq_lens_q": torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()}
-    assert_on_ranks(lambda ring, model: logits(model, row, **inputs), llama, expected, world_size, layout=layout)
 
 
 def test_a_copied_mask_of_a_sharded_model():

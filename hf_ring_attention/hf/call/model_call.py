@@ -298,24 +298,30 @@ def _by_document(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         spans = now.ring.shard(spans, now.layout)
     elif kinds == [max(kinds[0], int(positions.max()) + 1)]:
         return output
-    first, lengths = spans.to(positions.device).unbind(-1)
 
     def rope(positions: Tensor) -> tuple[Tensor, ...]:
         others = [positions if number == name else x for number, x in enumerate(args)]
         found = module.forward(*others, **{key: positions if key == name else x for key, x in kwargs.items()})
         return found if isinstance(found, tuple) else (found,)
 
+    results = _rope_of_lengths(rope, positions, spans.to(positions.device), kinds)
+    return tuple(results) if isinstance(output, tuple) else results[0]
+
+
+def _rope_of_lengths(
+    rope: Callable[[Tensor], tuple[Tensor, ...]], positions: Tensor, spans: Tensor, lengths: list[int]
+) -> list[Tensor]:
+    """Returns the results of RoPE in which each token, with its document's span, is scaled by the length of its document."""
     results: list[Tensor] = []
-    for length in kinds:
-        inside = lengths == length
-        rope(
-            torch.zeros_like(positions[..., :1])
-        )  # Dynamic RoPE keeps the scale of a longer row until a short one comes.
+    first, of_tokens = spans.unbind(-1)
+    for length in lengths:
+        inside = of_tokens == length
+        rope(torch.zeros_like(positions[..., :1]))  # Dynamic RoPE keeps a longer row's scale until a short one comes.
         last = torch.full_like(inside[:, :1], length - 1, dtype=positions.dtype)
         row = torch.where(inside, positions - first, 0).clamp(0, length - 1)  # Padding may lie beyond it.
         found = [x[:, :-1] for x in rope(torch.cat([row, last.expand_as(row[..., :1])], -1))]
         results = [torch.where(inside[..., None], *pair) for pair in zip(found, results or found)]
-    return tuple(results) if isinstance(output, tuple) else results[0]
+    return results
 
 
 def spans_of_documents(documents: Documents, positions: Tensor) -> Tensor:
