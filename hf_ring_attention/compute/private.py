@@ -49,6 +49,7 @@ PROBED: dict[str, dict[str, tuple[str, ...]]] = {
             "_scaled_dot_product_cudnn_attention_backward",
             "_flash_attention_forward",
             "_flash_attention_backward",
+            "_grouped_mm",
         ),
     },
     "torch.distributed": {
