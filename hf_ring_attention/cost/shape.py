@@ -90,6 +90,11 @@ def shape_of_model(model: Any, pattern: Pattern | str | None = None) -> ModelSha
 
 
 def _on_meta_device(text: PretrainedConfig) -> Any:
+    """Returns the model of a config; RoPE that asks for the positions of a row becomes plain, which holds as much."""
+    ropes = getattr(text, "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):
+        if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):
+            rope["rope_type"] = "default"
     make = partial(AutoModelForCausalLM.from_config, attn_implementation=MEASURING, trust_remote_code=False)
     try:  # Other implementations of experts ask for the numbers of routers.
         return make(copy.deepcopy(text), experts_implementation="grouped_mm")
@@ -119,7 +124,7 @@ def _read_layers(stack: nn.ModuleList) -> tuple[LayerShape, ...]:
 
 
 def _kinds_of(stack: nn.ModuleList, text: PretrainedConfig, attention: ModelAttention) -> list[int]:
-    """Returns for each layer the number of the layer of its kind that is measured: the last one before a kind is complete."""
+    """Returns for each layer the layer of its kind that is measured: the last one of those that run."""
     types, patterns = getattr(text, "layer_types", None), dict(zip(attention.numbers, attention.layers))
 
     def kind(number: int, layer: nn.Module) -> Any:

@@ -20,6 +20,7 @@ from hf_ring_attention.cost.shape import shape_of_model
 from hf_ring_attention.cost.trace import LiveBytes
 from hf_ring_attention.plan.patterns import Pattern
 from hf_ring_attention.training import sliced_layers
+from tests.hf.test_sharded_types import SCALED
 from tests.support.ranks import TIMEOUT, forked
 from tests.support.tiny_models import VOCAB, tiny_config
 
@@ -121,6 +122,17 @@ def test_checkpointing_keeps_what_is_counted(dtype, ranks, transport):
     config, setting = model_of(Shape(4, 2), tokens).config, {"devices": ranks, "transport": transport, "dtype": dtype}
     with_kept, without = (ra.estimate(config, tokens, **setting, keep_attention=keeps) for keeps in (True, False))
     assert measured == [with_kept.phases["loss"] - without.phases["loss"]] * ranks
+
+
+@pytest.mark.parametrize(("model_type", "changes"), SCALED.items())
+def test_rope_that_depends_on_the_row_holds_as_much(model_type, changes):
+    plain = {**changes["rope_parameters"], "rope_type": "default"}
+    scaled, default = (
+        tiny_config(model_type, **changes),
+        tiny_config(model_type, **{**changes, "rope_parameters": plain}),
+    )
+    assert ra.estimate(scaled, 4096).phases == ra.estimate(default, 4096).phases
+    assert scaled.rope_parameters["rope_type"] in ("dynamic", "longrope"), "the config of the user stays as it is"
 
 
 PATTERNS = ("exact", "window:512+4", "pyramid:512,3")
