@@ -50,6 +50,16 @@ def test_torch_checks_the_operator(dtype, with_sinks):
     assert call.problem.num_heads == 4
 
 
+@pytest.mark.parametrize("pattern", ["exact", "window:4+1"])
+def test_outputs_keep_no_padding_of_kernels(pattern):
+    """Values that are narrower than keys, in float32, whose kernel takes one width."""
+    q, k, v = tensors(dtype=torch.float32)
+    whole = ra.ring_attention(q, k, v, pattern=pattern)
+    out = ra.ring_attention(q, k, v[..., :5], pattern=pattern)
+    assert out.untyped_storage().nbytes() == out.nbytes
+    assert distance(out, whole[..., :5]) <= 1e-6
+
+
 def _checked_on_a_ring(rank):
     """The same of the operators that gather and cut, and of the heads transport's."""
     ring = ra.Ring(transport="heads")
