@@ -236,7 +236,7 @@ def _phases(
     shape: ModelShape, setting: TrainingSetting, buffers: Mapping[Pattern, MemoryPart]
 ) -> dict[str, list[MemoryPart]]:
     """Returns the parts of each phase of a step, from the loss to the optimizer."""
-    states, measured, layers = state_parts(shape, setting), activations(shape, setting), len(shape.layers)
+    states, measured, count = state_parts(shape, setting), activations(shape, setting), len(shape.layers)
     patterns = dict(zip(shape.attention.numbers, shape.attention.layers))  # Layers that do not attend have no pattern.
     beside = {
         number: [
@@ -251,7 +251,7 @@ def _phases(
         gradients = gradients_part(setting, shape.parameters if setting.accumulate else parameters)
         attending = sum(number < layers for number in patterns)
         saved = [
-            _activations("saved activations", setting, sizes[layers - 1], f"in {layers} layers", host)
+            _activations("saved activations", setting, sizes[layers - 1], f"in {layers} of {count} layers", host)
             for sizes, host in ((measured.saved, False), (measured.host, True))
         ]
         return [*states, gradients, *saved, pieces_part(shape.attention, setting, attending)]
@@ -260,9 +260,9 @@ def _phases(
         return _activations(f"working set of {name}", setting, size, "beside them")
 
     done = shape.embedding
-    phases = {"loss": [*held(0, layers), working("the last norm", measured.loss), *_in_loss(shape, setting)]}
-    phases["backward of the last norm"] = [*held(done, layers), working("the last norm", measured.last_norm)]
-    for number in reversed(range(layers)):
+    phases = {"loss": [*held(0, count), working("the last norm", measured.loss), *_in_loss(shape, setting)]}
+    phases["backward of the last norm"] = [*held(done, count), working("the last norm", measured.last_norm)]
+    for number in reversed(range(count)):
         done += shape.layers[number].parameters - shape.layers[number].shared
         of_layer = [working("a layer", measured.layers[number])]
         of_attention = [working("attention", measured.attention[number]), *beside.get(number, [])]
