@@ -135,6 +135,8 @@ class Case:
             or (self.model_type == "recurrent_gemma" and self.prefilled)
             # Masks or positions that they make themselves, and that do not know the documents.
             or (self.model_type in READY_MADE and told)
+            # Its layers share attention that has no number, so none has a pattern of its own.
+            or (self.model_type == "zamba" and bool({*self.patterns} - {None}))
             # A cache whose keys are rotated as in shorter rows, or that has dropped keys that a pattern sees.
             or ("rope_parameters" in self.changes and self.prefilled)
             or (self.task == "generate" and bool(self.patterns) and windows)
