@@ -36,9 +36,16 @@ class SwitchGain:
 
 
 def bound_of_peak(shape: ModelShape, setting: TrainingSetting, buffers: MemoryPart | None = None) -> float:
-    """Returns the peak of a device in bytes without a plan (`parts_by_bound`); infinite if a mixer refuses its rows."""
-    refused = gathered_bytes(shape, setting) > MOST_GATHERED
-    return float("inf") if refused else total_bytes(parts_by_bound(shape, setting, buffers))
+    """Returns the peak of a device in bytes without a plan (`parts_by_bound`); infinite if the model refuses the setting.
+
+    A mixer refuses rows that are too long, and a model slices or checkpointing that it does not have.
+    """
+    if gathered_bytes(shape, setting) > MOST_GATHERED:
+        return float("inf")
+    try:
+        return total_bytes(parts_by_bound(shape, setting, buffers))
+    except (ValueError, RuntimeError):
+        return float("inf")
 
 
 def longest_sequence(answer: Estimate) -> int | None:

@@ -185,6 +185,8 @@ def test_slices_take_memory_from_norms_or_mlps():
         assert sliced.phases["backward of layer 0"] < whole.phases["backward of layer 0"]
     with pytest.raises(ValueError, match="cannot be measured: sliced_layers: OPTForCausalLM has no module named mlp"):
         ra.estimate(tiny_config("opt"), 4096, layer_tokens_at_once=64)
+    switches = [x.name for x in next_switches(ra.estimate(tiny_config("opt"), 4096))]
+    assert "offload" in switches and not any("sliced" in name for name in switches)
 
 
 def test_buffers_are_those_of_explain():
