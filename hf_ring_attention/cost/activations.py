@@ -23,7 +23,7 @@ from ..ring.operator import keep_attention
 from ..training.sliced_layers import slice_modules
 from .memory import TrainingSetting
 from .shape import ModelShape
-from .trace import KERNEL, InHost, Phase, SavedGradient, Trace
+from .trace import KERNEL, InHost, Phase, SavedGradient, Trace, as_in_training
 
 #: The tokens of a short row, at least.
 _FEW_TOKENS = 64
@@ -38,8 +38,9 @@ class Activations:
 
     saved: Sequence[int]  # behind the forward pass of each layer, by this layer and those before
     host: Sequence[int]  # the same in host memory
-    loss: int  # the hidden states and their gradient, beyond what all layers saved
-    last_norm: int  # the most until backward comes to the last layer, beyond the same
+    loss: int  # in the loss: all of it, with the last hidden states and their gradient
+    host_of_loss: int
+    last_norm: int  # the most until backward comes to the last layer
     layers: Sequence[int]  # the most while a layer runs backward, beyond what it and those before had saved
     attention: Sequence[int]  # behind the backward of its attention, beyond the same; 0 without attention
 
@@ -89,17 +90,18 @@ def _of_all_layers(found: Mapping[tuple[str, int], float], kinds: Sequence[int])
             behind.append(behind[-1] + found[name, kind] - found[name, kind - 1])
         return [*map(math.ceil, behind[1:])]
 
-    def beyond(name: str, number: int, of: int) -> int:
-        return math.ceil(found[name, number]) - saved[of] if (name, number) in found else 0
+    def beyond(name: str, number: int, before: int) -> int:
+        return math.ceil(found[name, number]) - before if (name, number) in found else 0
 
-    saved, last = sums("saved"), max(number for _, number in found)
+    saved, host, last = sums("saved"), sums("host"), max(number for _, number in found)
     return Activations(
         saved=saved,
-        host=sums("host"),
-        loss=beyond("loss", -1, last),
-        last_norm=beyond("last norm", -1, last),
-        layers=[beyond("layer", kind, kind) for kind in kinds],
-        attention=[beyond("attention", kind, kind) for kind in kinds],
+        host=host,
+        loss=saved[-1] + beyond("loss", -1, saved[last]),
+        host_of_loss=host[-1] + beyond("host of loss", -1, host[last]),
+        last_norm=saved[-1] + beyond("last norm", -1, saved[last]),
+        layers=[beyond("layer", kind, saved[kind]) for kind in kinds],
+        attention=[beyond("attention", kind, saved[kind]) for kind in kinds],
     )
 
 
@@ -124,21 +126,22 @@ def _measured_lines(shape: ModelShape, way: _Way) -> _Lines:
     return lines
 
 
+@as_in_training()
 def _phases_of_step(shape: ModelShape, way: _Way, tokens: int, at_once: int) -> dict[Phase, list[int]]:
     """Returns the bytes after each operation of a step of the layers that run."""
     model: Any = shape.model
     decoder = runner_of(model)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, way.dtype))
-    trace = Trace([*model.parameters(), *model.buffers()])
-    sliced: list[Any] = [*slice_modules(model, at_once)[0].values()] if way.sliced else []
-    for module in sliced:
-        module.forward.own = partial(trace.run_slice, module)
     if way.checkpointing:
         keeping = {"context_fn": keep_attention} if way.keep_attention else {}
         model.activation_checkpointing_enable({"use_reentrant": False, **keeping})
     else:
         model.activation_checkpointing_disable()
+    trace = Trace([*model.parameters(), *model.buffers()])
+    sliced: list[Any] = [*slice_modules(model, at_once)[0].values()] if way.sliced else []
+    for module in sliced:
+        module.forward.own = partial(trace.run_slice, module)
     hooks = [x.register_post_accumulate_grad_hook(trace.drop_gradient) for x in model.parameters() if x.requires_grad]
     for number, (layer, is_one_tile) in enumerate(zip(shape.stack, way.one_tile)):
         hooks.append(layer.register_forward_hook(partial(trace.behind, number)))
@@ -156,6 +159,7 @@ def _phases_of_step(shape: ModelShape, way: _Way, tokens: int, at_once: int) -> 
             hidden = decoder(**{name: x for name, x in given.items() if name in known})[0]
             loss = SavedGradient.apply(hidden)
             trace.note("loss", -1, trace.now)
+            trace.note("host of loss", -1, trace.host)
             del hidden
             trace.part = "last norm", -1
             loss.backward()

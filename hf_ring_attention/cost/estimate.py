@@ -246,47 +246,46 @@ def _phases(
         for number, x in patterns.items()
     }
 
-    def held(parameters: int, layers: int) -> list[MemoryPart]:
+    def held(parameters: int, layers: int, saved: int, host: int) -> list[MemoryPart]:
         """Returns the states, the gradients of parameters, and what the first layers have saved."""
         gradients = gradients_part(setting, shape.parameters if setting.accumulate else parameters)
         attending = sum(number < layers for number in patterns)
-        saved = [
-            _activations("saved activations", setting, sizes[layers - 1], f"in {layers} of {count} layers", host)
-            for sizes, host in ((measured.saved, False), (measured.host, True))
-        ]
-        return [*states, gradients, *saved, pieces_part(shape.attention, setting, attending)]
+        where = f"in {layers} of {count} layers"
+        activations = [_activations("saved activations", setting, *x, where) for x in ((saved, False), (host, True))]
+        return [*states, gradients, *activations, pieces_part(shape.attention, setting, attending)]
 
     def working(name: str, size: int) -> MemoryPart:
-        return _activations(f"working set of {name}", setting, size, "beside them")
+        return _activations(f"working set of {name}", setting, size, False, "beside them")
 
     done = shape.embedding
-    phases = {"loss": [*held(0, count), working("the last norm", measured.loss), *_in_loss(shape, setting)]}
-    phases["backward of the last norm"] = [*held(done, count), working("the last norm", measured.last_norm)]
+    phases = {"loss": held(0, count, measured.loss, measured.host_of_loss) + _in_loss(shape, setting)}
+    phases["backward of the last norm"] = held(done, count, measured.last_norm, measured.host_of_loss)
     for number in reversed(range(count)):
         done += shape.layers[number].parameters - shape.layers[number].shared
         of_layer = [working("a layer", measured.layers[number])]
         of_attention = [working("attention", measured.attention[number]), *beside.get(number, [])]
-        phases[f"backward of layer {number}"] = held(done, number + 1) + max(of_layer, of_attention, key=total_bytes)
+        saved = held(done, number + 1, measured.saved[number], measured.host[number])
+        phases[f"backward of layer {number}"] = saved + max(of_layer, of_attention, key=total_bytes)
     all_gradients = gradients_part(setting, shape.parameters)
     phases["optimizer step"] = [*states, all_gradients, optimizer_part(shape, setting)]
     return phases
 
 
-def _activations(name: str, setting: TrainingSetting, size: int, what: str, host: bool = False) -> MemoryPart:
-    formula = f"{setting.local_tokens:,} tokens x {size / setting.local_tokens:,.0f} bytes {what}"
+def _activations(name: str, setting: TrainingSetting, size: int, host: bool, where: str) -> MemoryPart:
+    formula = f"{setting.local_tokens:,} tokens x {size / setting.local_tokens:,.0f} bytes {where}"
     return MemoryPart(name, size, formula, _MEASURED, host)
 
 
 def _in_loss(shape: ModelShape, setting: TrainingSetting) -> list[MemoryPart]:
     """Returns the parts of the loss beside hidden states; it computes its gradients slice by slice."""
-    # Backward of a slice holds the logarithms of probabilities and two gradients, in float32.
-    tokens = setting.local_tokens
+    # Backward of a slice holds the logarithms of probabilities and two gradients, in float32; and a cap saves its result.
+    tokens, size = setting.local_tokens, 12 + setting.number_bytes * shape.caps_logits
     at_once = min(tokens, tokens_at_once(tokens, shape.width, shape.vocabulary))
-    logits = f"{at_once:,} tokens x {shape.vocabulary:,} words x 12 bytes"
+    logits = f"{at_once:,} tokens x {shape.vocabulary:,} words x {size} bytes"
     head = f"{shape.embedding:,} x (4 bytes of all slices + {setting.master_bytes} of one)"
     adding = "the loss adds the gradients of slices in float32"
     return [
-        MemoryPart("logits", at_once * shape.vocabulary * 12, logits, "a slice of the loss (hf/loss/lm_loss.py)"),
+        MemoryPart("logits", at_once * shape.vocabulary * size, logits, "a slice of the loss (hf/loss/lm_loss.py)"),
         MemoryPart("gradient of the head", shape.embedding * (4 + setting.master_bytes), head, adding),
     ]
 

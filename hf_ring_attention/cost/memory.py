@@ -148,12 +148,20 @@ def sums_part(attention: ModelAttention, setting: TrainingSetting, pattern: Patt
 
 
 def pieces_part(attention: ModelAttention, setting: TrainingSetting, layers: int) -> MemoryPart:
-    """Returns what checkpointing keeps of these layers by the heads transport, beside their outputs."""
-    exchanged = setting.transport == "heads" and setting.checkpointing and setting.keep_attention
-    size = sum(setting.attention_widths(attention)) * setting.number_bytes * exchanged
-    formula = f"{setting.local_tokens:,} tokens x {size:,} bytes in {layers} layers"
-    source = "the exchanged queries, keys, values and outputs (ring/operator.py)"
-    return MemoryPart("pieces of heads", setting.local_tokens * size * layers, formula, source, setting.offload)
+    """Returns what these layers save by the heads transport, beside what they save by others.
+
+    Checkpointing keeps the queries, keys, values and outputs of each piece. Without it, they take the place of the tensors that
+    were exchanged, but for key/value heads that several ranks have.
+    """
+    *queries_and_outputs, keys = setting.attention_widths(attention)
+    numbers = keys - attention.num_kv_heads * (attention.head_dim + attention.value_dim)
+    if setting.checkpointing:
+        numbers = (sum(queries_and_outputs) + keys) * (setting.transport == "heads" and setting.keep_attention)
+    formula = f"{setting.local_tokens:,} tokens x {numbers * setting.number_bytes:,} bytes in {layers} layers"
+    size = setting.local_tokens * numbers * setting.number_bytes * layers
+    return MemoryPart(
+        "pieces of heads", size, formula, "saved by the heads transport (ring/operator.py)", setting.offload
+    )
 
 
 def workspace_part(attention: ModelAttention, setting: TrainingSetting, exact: bool) -> MemoryPart:

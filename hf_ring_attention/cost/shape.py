@@ -21,7 +21,7 @@ from ..hybrids.models import mixers_of
 from ..plan.patterns import Pattern
 from .layers import ModelAttention
 from .models import UNREADABLE, attention_of_model, config_of, unreadable
-from .trace import MEASURING
+from .trace import MEASURING, as_in_training
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class ModelShape:
     model_type: str
     width: int
     vocabulary: int
+    caps_logits: bool
     embedding: int  # the parameters of the token embeddings; the head has as many, or is the same tensor
     layers: tuple[LayerShape, ...]
     parameters: int
@@ -63,7 +64,7 @@ def shape_of_model(model: Any, pattern: Pattern | str | None = None) -> ModelSha
     if hasattr(text, IMPLEMENTATION):
         delattr(text, IMPLEMENTATION)  # Only the sizes of the model count here.
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), as_in_training():
             made = _on_meta_device(text)
     except UNREADABLE as error:  # Some types have no model of their default config.
         raise ValueError(unreadable(text.model_type, error)) from error
@@ -78,6 +79,7 @@ def shape_of_model(model: Any, pattern: Pattern | str | None = None) -> ModelSha
         model_type=text.model_type,
         width=getattr(text, "hidden_size", None) or embeddings.shape[1],
         vocabulary=text.vocab_size,
+        caps_logits=bool(getattr(text, "final_logit_softcapping", None)),
         embedding=embeddings.numel(),
         layers=layers,
         parameters=sum(sizes),
@@ -95,6 +97,9 @@ def _on_meta_device(text: PretrainedConfig) -> Any:
     for rope in (ropes, *ropes.values()):
         if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):
             rope["rope_type"] = "default"
+    for name in ("layerdrop", "decoder_layerdrop"):  # Layers left out at random would differ from row to row.
+        if hasattr(text, name):
+            setattr(text, name, 0.0)
     make = partial(AutoModelForCausalLM.from_config, attn_implementation=MEASURING, trust_remote_code=False)
     try:  # Other implementations of experts ask for the numbers of routers.
         return make(copy.deepcopy(text), experts_implementation="grouped_mm")

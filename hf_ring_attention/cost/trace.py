@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..compute.private import GROUPED_MM, DispatchMode, tree_leaves
@@ -23,6 +26,14 @@ KERNEL = "_measured_kernel"
 Phase = tuple[str, int, bool]
 
 
+@contextmanager
+def as_in_training() -> Iterator[None]:
+    """Records gradients as a training step does, also inside no_grad, inference_mode, anomaly detection and offloading."""
+    anomalies, hooks = torch.autograd.set_detect_anomaly(False), saved_tensors_hooks(lambda x: x, lambda x: x)
+    with torch.inference_mode(False), torch.enable_grad(), anomalies, hooks:
+        yield
+
+
 class LiveBytes(DispatchMode):
     """Counts the bytes of the tensors that operations inside have made, as long as these exist; `peak`: the most at once.
 
@@ -33,9 +44,8 @@ class LiveBytes(DispatchMode):
     def __init__(self, known: Any = ()) -> None:
         super().__init__()
         self.now = self.peak = self.operations = 0
-        self.born: Any = weakref.WeakKeyDictionary(
-            (x.untyped_storage(), 0) for x in known
-        )  # behind how many operations
+        # After how many operations each storage was made.
+        self.born: Any = weakref.WeakKeyDictionary((x.untyped_storage(), 0) for x in known)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -117,7 +127,7 @@ class Trace(LiveBytes):
 
 
 class InHost:
-    """A saved tensor that waits in host memory."""
+    """A saved tensor in host memory."""
 
     def __init__(self, trace: Trace, x: Tensor) -> None:
         self.size, self.dtype = x.shape, x.dtype

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from ..compute.private import gather_as_one
 from ..hf.model.config import warn_once
 from ..hf.model.support import SENSES
-from ..hf.model.wrappers import class_of_transformers, decoder_of, inner_model
+from ..hf.model.wrappers import class_of_transformers, decoder_of, inner_model, runner_of
 from ..hf.patch import Model
 from ..plan.branches import check_count
 
@@ -106,8 +106,12 @@ def _modules_of(model: PreTrainedModel) -> tuple[dict[str, nn.Module], dict[str,
     def inside(path: str, of: Iterable[str]) -> bool:
         return path.startswith(tuple(f"{outer}." for outer in of))
 
+    # A head is left out: the loss computes it in slices, and one of its norms by itself would form all logits.
+    of_tokens = {*runner_of(model).modules()}
     for path, module in decoder_of(model).named_modules():
-        if isinstance(module, (nn.ModuleList, FullyShardedDataParallel)) or any(word in path for word in SENSES):
+        if module not in of_tokens or isinstance(module, (nn.ModuleList, FullyShardedDataParallel)):
+            continue
+        if any(word in path for word in SENSES):
             continue
         # The name of a module in a list, or in FSDP's wrapper, is the name of the list or wrapper.
         outer = re.sub(r"(\.(\d+|_fsdp_wrapped_module))+$", "", path)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from gpu_times import LLAMAS
 from memory import Step, measure_step, model_of
 from timing import Shape
+from torch.autograd.graph import save_on_cpu
 from transformers import AutoModelForCausalLM
 
 import hf_ring_attention as ra
@@ -122,6 +124,50 @@ def test_checkpointing_keeps_what_is_counted(dtype, ranks, transport):
     config, setting = model_of(Shape(4, 2), tokens).config, {"devices": ranks, "transport": transport, "dtype": dtype}
     with_kept, without = (ra.estimate(config, tokens, **setting, keep_attention=keeps) for keeps in (True, False))
     assert measured == [with_kept.phases["loss"] - without.phases["loss"]] * ranks
+
+
+def test_key_value_heads_that_several_ranks_have_are_counted():
+    """Each of 4 ranks saves a head of keys and values, of which there are 2."""
+    ids = torch.arange(64)[None]
+
+    def held(ring):
+        model = ra.patch_model(alike(model_of(Shape(4, 2), 64)), "exact", ring=ring)
+        model.activation_checkpointing_disable()
+        model(ids, labels=ids).loss.backward()  # The first call makes the plan.
+        with LiveBytes() as live:
+            loss = model(ids, labels=ids).loss
+            now = live.now
+        loss.backward()
+        return now
+
+    measured, counted = [], []
+    for transport in ("heads", "ring"):
+        measured += ra.run_simulated(held, 4, transport=transport)[:1]
+        setting = {"devices": 4, "transport": transport, "dtype": "float32", "checkpointing": False}
+        counted.append(ra.estimate(model_of(Shape(4, 2), 64).config, 64, **setting).phases["loss"])
+    assert measured[0] - measured[1] == counted[0] - counted[1] > 0
+
+
+CONTEXTS = (torch.no_grad, torch.inference_mode, partial(torch.autograd.set_detect_anomaly, True), save_on_cpu)
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_an_estimate_is_of_a_training_step_in_any_context(context):
+    expected = ra.estimate(tiny_config("llama"), 4096).phases
+    with context():
+        assert ra.estimate(tiny_config("llama"), 4096).phases == expected
+
+
+def test_layers_that_are_dropped_at_random_are_counted():
+    drops, keeps = (ra.estimate(tiny_config("opt", layerdrop=p), 4096).phases for p in (0.9, 0.0))
+    assert drops == keeps
+
+
+def test_a_cap_of_logits_keeps_its_result():
+    plain, capped = (
+        ra.estimate(tiny_config("gemma2", final_logit_softcapping=cap), 4096).phases["loss"] for cap in (None, 30.0)
+    )
+    assert capped - plain == 4096 * VOCAB * 2  # One slice, in bfloat16.
 
 
 @pytest.mark.parametrize(("model_type", "changes"), SCALED.items())
@@ -261,7 +307,10 @@ def test_every_switch_takes_memory_from_the_device():
     whole, checkpointed, offloaded = (ra.estimate(LLAMA_8B, 131072, **shared, **way) for way in ways)
     assert whole.peak > checkpointed.peak > offloaded.peak
     # The input of each layer, and the output and the log-sum-exp of its attention; and the number of each token.
-    assert offloaded.host == (32 * (4096 * 2 + 4096 * 2 + 32 * 4) + 8) * 131072 // 4 and plain.host == 0
+    layers = 32 * (4096 * 2 + 4096 * 2 + 32 * 4) + 8
+    # The last norm saves its input in float32 and a factor of each token twice, and its result; and the loss saves a gradient.
+    last_norm, weight = 4096 * (2 * 4 + 2 + 2) + 2 * 4, 4096 * 2
+    assert offloaded.host == (layers + last_norm) * 131072 // 4 + weight and plain.host == 0
 
 
 def test_the_parts_are_the_peak():

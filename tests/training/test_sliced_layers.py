@@ -64,6 +64,23 @@ def test_slices_are_whole_rows(model_type):
         assert fired.keys() == gradients.keys() == found.keys()
 
 
+def test_a_norm_of_the_head_is_left_to_the_loss(monkeypatch):
+    """The loss asks for a few tokens of it at once; slices of the norm would form the logits of all tokens."""
+    monkeypatch.setattr("hf_ring_attention.hf.loss.lm_loss.tokens_at_once", lambda *_: 7)
+    config, ids = tiny_config("modernbert-decoder", vocab_size=4096), tokens(1, 300)
+    model = ra.patch_model(AutoModelForCausalLM.from_config(config).train(), ring=ra.Ring.alone())
+
+    def peak():
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()  # The first call makes the plan.
+        with LiveBytes() as live:
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return live.peak
+
+    whole = peak()
+    ra.sliced_layers(model, 10)
+    assert peak() <= whole
+
+
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_slices_inside_of_checkpoints(reentrant):
     model, ids = tiny_llama(None).train(), tokens(1, 37)
