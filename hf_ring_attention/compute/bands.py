@@ -197,13 +197,13 @@ def _band_forward(
                 else:
                     total = (out, lse) if len(parts) == 1 else (out.to(dtype), lse.contiguous())
             assert total is not None
-            views = [stretches.query_view(x) for x in results]
-            out, lse = (x.unflatten(1, q.shape[:2]) for x in total)
+            views = stretches.query_view(results[0]), stretches.query_view(results[1])
+            out, lse = total[0].unflatten(1, q.shape[:2]), total[1].unflatten(1, q.shape[:2])
             if totals is None:
                 views[0].copy_(out)
                 views[1].copy_(lse)
             else:
-                merge_(views[0], views[1], out, lse)
+                merge_(*views, out, lse)
     return results
 
 

@@ -35,20 +35,24 @@ class BoundBatch:
     fresh: bool = False  # whether its query rows are in no earlier batch of a rank's own work
 
     @cached_property
-    def sizes(self) -> tuple[int, int, int]:
-        """The query rows of each part at least, the key rows beside them, and the query rows of a tile."""
-        return self.queries.rows_per_unit, self.keys.rows_per_unit, self.queries.length
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """The smallest parts: their number; and the tiles, query rows and key rows of each, and the query rows of a tile."""
+        queries = self.queries
+        return queries.units, queries.tiles_per_unit, queries.rows_per_unit, self.keys.rows_per_unit, queries.length
 
     def parts(self, max_rows: int, block: int) -> list[BoundBatch]:
         """Returns the batch in parts of about `max_rows` query and key rows, so that one call holds little memory.
 
         Kernels pad the sums of a tile's queries to a multiple of `block` rows, in float32; more of these rows are held.
         """
-        rows, key_rows, length = self.sizes
+        units, tiles, rows, key_rows, length = self.sizes
         padded = rows // length * -(-length // block) * block
         size = min(max_rows // (rows + key_rows), PADDED_ROWS * max_rows // padded)
-        size = max(1, min(size, MOST_TILES // self.queries.tiles_per_unit))
-        if self.lengths is not None or self.queries.kept is not None:  # Joined tiles are few (`Joining.most_rows`).
+        size = max(1, min(size, MOST_TILES // tiles))
+        few = size >= units and units * (rows + key_rows) <= PART_ROWS  # They keep their numbers for the next call.
+        if (
+            few or self.lengths is not None or self.queries.kept is not None
+        ):  # Joined tiles are few (`Joining.most_rows`).
             return [self]
         parts = zip(self.queries.split(size), self.keys.split(size))
         return [replace(self, queries=queries, keys=keys) for queries, keys in parts]

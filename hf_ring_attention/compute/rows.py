@@ -50,10 +50,10 @@ class ViewRows:
     def _window(self, x: Tensor) -> Tensor:
         """Returns the rows as a view [B, copies, heads, L, ...]."""
         sizes, (width, *others) = (self.batch, self.copies, self.heads, self.length), x.stride()
-        strides = [distance * width for distance in (self.of_batch_row, self.advance, self.of_head, 1)]
+        strides = self.of_batch_row * width, self.advance * width, self.of_head * width, width
         return x.as_strided((*sizes, *x.shape[1:]), (*strides, *others), x.storage_offset() + self.start * width)
 
-    @property
+    @cached_property
     def is_view(self) -> bool:
         # Stretches at equal distances over all batch rows are one dimension of a view.
         is_even = 1 in (self.batch, self.copies) or self.of_batch_row == self.copies * self.advance

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
@@ -41,14 +42,12 @@ class SimulatedCommunicator:
         for box in self.boxes:
             box.put((self.rank, _Gone(reason)))
 
-    def _arrivals(self, sources: Iterable[int]) -> Iterator[tuple[int, Any]]:
-        """Yields (source, content) of the next message of each source, as soon as it is here."""
-        left = [*sources]
+    def _arrivals(self, sources: Iterable[int]) -> dict[int, Any]:
+        """Returns the next message of each source."""
+        left, came = [*sources], {}
         while left:
-            for source in left:
-                if self.early[source]:
-                    break
-            else:
+            source = next(filter(self.early.get, left), None)
+            if source is None:
                 try:
                     sender, content = self.boxes[self.rank].get(timeout=self.timeout)
                 except Empty:
@@ -59,30 +58,29 @@ class SimulatedCommunicator:
             if isinstance(self.early[source][0], _Gone):
                 raise RuntimeError(f"receiving from rank {source} did not end: {self.early[source][0].reason}")
             left.remove(source)
-            yield source, self.early[source].popleft()
+            came[source] = self.early[source].popleft()
+        return came
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Wait:
         for peer, tensor in sends:
-            self.boxes[peer].put((self.rank, tensor.detach().clone()))
+            if len(tensor):  # An empty message would be taken in place of the next one from this rank.
+                self.boxes[peer].put((self.rank, tensor.detach().clone()))
 
         def finish() -> None:
-            tensors = dict(receives)
-            for peer, content in self._arrivals(tensors):
+            tensors = {peer: tensor for peer, tensor in receives if len(tensor)}
+            for peer, content in self._arrivals(tensors).items():
                 tensors[peer].copy_(content)
 
         return finish
 
     def all_to_all(self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]) -> Wait:
-        # An empty message would be taken in place of the next one from this rank.
-        return self.exchange(
-            [Message(peer, part) for peer, part in enumerate(sent.split(send_counts)) if len(part)],
-            [Message(peer, part) for peer, part in enumerate(received.split(receive_counts)) if len(part)],
-        )
+        sends, receives = sent.split(send_counts), received.split(receive_counts)
+        return self.exchange([*map(Message, count(), sends)], [*map(Message, count(), receives)])
 
     def _from_all(self, x: Any) -> list[Any]:
         for box in self.boxes:
             box.put((self.rank, x))
-        came = dict(self._arrivals(range(self.world_size)))
+        came = self._arrivals(range(self.world_size))
         return [came[peer] for peer in range(self.world_size)]
 
     def gather(self, x: Tensor) -> list[Tensor]:

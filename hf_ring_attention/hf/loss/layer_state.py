@@ -44,7 +44,8 @@ class LayerState:
     def has_settings_of(self, layer: nn.Module) -> bool:
         """Returns whether the modules of a layer have the same settings; their modes do not count."""
         (before, form), (now, form_now) = self.settings, _settings_of(layer)
-        return form == form_now and all(x is y or (isinstance(x, _BY_VALUE) and x == y) for x, y in zip(before, now))
+        others = [(x, y) for x, y in zip(before, now) if x is not y]
+        return form == form_now and all(isinstance(x, _BY_VALUE) and x == y for x, y in others)
 
     def has_weights_of(self, layer: nn.Module, recorded: bool) -> bool:
         """Returns whether a layer has the same weights, and also the same tensors if gradients are recorded for them."""

@@ -116,7 +116,7 @@ class OnUse(Tensor):
     @property
     def deferred(self) -> Values:
         """The values of its tokens, with gradients only if it has them."""
-        return self.content if self.grad_fn is not None or not self.content.inputs else self.content.unrecorded()
+        return self.content if not self.content.inputs or self.grad_fn is not None else self.content.unrecorded()
 
     @property
     def is_ours(self) -> bool:
@@ -131,8 +131,8 @@ class OnUse(Tensor):
         """Whether to go on from this rank's hidden states: nobody wrote or watches, nor is it formed logits."""
         memory = self.memory
         with plain_tensors():
-            same = not memory.watched and version_of(self) == 0
-        return same and self.is_ours and (memory.formed is None or self.content.head is None)
+            same = not memory.watched and version_of(self) == 0 and self.is_ours
+        return same and (memory.formed is None or self.content.head is None)
 
     def form(self) -> Tensor:
         """Returns an ordinary tensor with the same memory, to autograd a view of this one."""
@@ -340,7 +340,7 @@ def _numbers_at(x: OnUse, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
             if shown.dim() < 2 or shown.shape[-1] != x.shape[-1] or shown.stride(-1) != 0:
                 return None
             return x.numbers.reshape(shown.shape[:-1])
-        if len(keys) < x.dim() and not any(key is ... for key in keys):
+        if len(keys) <= x.numbers.dim() and not any(key is ... for key in keys):
             return x.numbers[keys]
         return x.numbers[keys[:-1]] if isinstance(keys[-1], slice) and keys[-1] == slice(None) else None
     except (RuntimeError, IndexError):  # The function itself raises its error.
@@ -357,14 +357,14 @@ def _cross_entropy(x: OnUse, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     values = x.deferred
     if others != [None] * 3 or reduction not in ("mean", "sum"):
         return _FORM
-    if x.dim() != 2 or target.shape != x.shape[:1] or target.is_floating_point():
+    if x.numbers.dim() != 1 or target.shape != x.numbers.shape or target.is_floating_point():
         return _FORM
     labels = target.new_full((values.numbers.numel(),), ignored)
     labels[x.numbers.to(target.device)] = target
     total = sum_in_slices(values, labels.view(values.numbers.shape), ignored, smoothing)
     for hook in values.hooks if total.requires_grad else ():
         total.register_hook(hook)
-    total = total.to(x.device, x.dtype)
+    total = total.to(values.sample)
     return total if reduction == "sum" else total / (target != ignored).sum().to(total.device)
 
 
