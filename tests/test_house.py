@@ -40,9 +40,9 @@ LONGEST = 400  # lines
 #: Whoever adds a feature names its lines. Since 24,113 lines: 850 of what stands inside a decoder, of logits of the layer as it
 #: was in the call, of the state of caches, and of entries, masks and RoPE of documents; 60 of imports of rooms in hf; 310 of
 #: activations that are measured, since formulas missed up to 43 % of those of some types. Second answers took 1,310 away:
-#: planning ahead, `check` in seven files, spellings of 0.2, branches of last queries, a second cache. Eleven long functions
-#: became twenty-two, which took 110.
-MOST_LINES = 24_190
+#: planning ahead, `check` in seven files, spellings of 0.2, branches of last queries, a second cache. Nineteen long functions
+#: became thirty-eight, and code of others is read in one file, which took 160.
+MOST_LINES = 24_240
 
 #: Every .py file, by its module name inside the package.
 SOURCES = {

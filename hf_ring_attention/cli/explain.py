@@ -19,7 +19,7 @@ from ..plan.traffic import RankTraffic, short_bytes
 from .options import Parser, Refusal, above_zero, at_least, checked
 from .output import MOST_SHOWN, layer_numbers, plural, print_table, short_count, short_number, terminal, wrote_json
 
-#: Another transport is named if it is so many times as fast.
+#: Another transport is named if it is at least this many times as fast.
 WORTH_ANOTHER = 1.1
 #: The times of a layer by each transport, over each link.
 Times = dict[str, list[LayerTime]]
@@ -177,7 +177,7 @@ def attention_of(args: Namespace) -> ModelAttention:
 
 
 def attention_of_config(args: Namespace, pattern: Pattern | str | None) -> ModelAttention:
-    """Returns the attention of --model; refuses models that are not computed on so many ranks."""
+    """Returns the attention of --model; refuses models that are not computed on this number of ranks."""
     for option in ("heads", "kv_heads", "head_dim"):
         if getattr(args, option, None) is not None:
             raise Refusal("--model has it already: leave one of them out", f"--{option.replace('_', '-')}")
@@ -261,17 +261,24 @@ def _facts(args: Namespace, attention: ModelAttention, step: StepExplanation) ->
         facts.append(("mixers", _mixers_in_words(mixers, step, args.ranks)))
     facts.append(("layout", f"{layout.kind}: {step.base.layout_decision.reason}"))
     facts.append(("imbalance", ", ".join(f"{kind} {imbalance:.2f}" for kind, imbalance in step.base.layouts.items())))
+    facts += _facts_of_transports(step)
+    if step.base.cache is not None:
+        caches = attention.caches(args.tokens, args.batch_size, number_bytes(args.dtype)[0])
+        if 1 < len(caches) <= MOST_SHOWN:
+            facts += [("cache", f"{pattern}: {_cache_in_words(size)}") for pattern, (_, size) in caches.items()]
+        facts.append(("cache", _cache_in_words(sum_of_caches(size for _, size in caches.values()))))
+    return facts
+
+
+def _facts_of_transports(step: StepExplanation) -> list[tuple[str, str]]:
+    """Returns the choice of each pattern with its reason, or of many patterns the layers of each choice."""
+    facts = []
     for _, call in _shown(step):
         of_pattern = f"{call.pattern}: " * (len(step.calls) > 1)
         facts.append(("transport", f"{of_pattern}{call.decision.choice}: {call.decision.reason}"))
     for choice in () if _shown(step) else sorted({call.decision.choice for _, call in step.calls}):
         layers = sorted(layer for layers, call in step.calls for layer in layers if call.decision.choice == choice)
         facts.append(("transport", f"{choice} in layers {layer_numbers(layers)}"))
-    if step.base.cache is not None:
-        caches = attention.caches(args.tokens, args.batch_size, number_bytes(args.dtype)[0])
-        if 1 < len(caches) <= MOST_SHOWN:
-            facts += [("cache", f"{pattern}: {_cache_in_words(size)}") for pattern, (_, size) in caches.items()]
-        facts.append(("cache", _cache_in_words(sum_of_caches(size for _, size in caches.values()))))
     return facts
 
 

@@ -22,7 +22,7 @@ from ..plan.traffic import TransportKind
 
 Value = TypeVar("Value")
 
-#: The most layers, heads, ranks or rows that a command takes; it makes lists of so many.
+#: The most layers, heads, ranks or rows that a command takes; it makes lists of them.
 MOST = 65536
 #: The ends of the names of files that pictures are written to.
 PICTURE_FORMATS = (".png", ".svg", ".pdf")

@@ -134,7 +134,7 @@ def tell_loading(model: str) -> None:
 
 
 def short_number(number: float, digits: int = 3) -> str:
-    """Returns a number with so many digits, and with all digits before the point."""
+    """Returns a number with this many digits, and with all digits before the point."""
     return f"{number:,.0f}" if abs(number) >= 10 ** (digits - 1) else f"{number:.{digits}g}"
 
 

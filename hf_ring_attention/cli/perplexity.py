@@ -49,16 +49,7 @@ def perplexity_command(args: Namespace) -> None:
       torchrun --nproc-per-node 8 -m hf_ring_attention perplexity \\
           --model ./folder --text book.txt --tokens 32k,128k
     """
-    words = [*filter(None, [args.model]), *args.words]
-    if not words or len(words) + len(args.text or ()) < 2:
-        raise Refusal("a model and a text are needed: --model ID_OR_FOLDER --text FILE")
-    args.model, *names = words
-    files = [*(args.text or ()), *(checked("--text", text_file, name) for name in names)]
-    trust, lengths = args.trust_remote_code, list(dict.fromkeys(args.tokens or [args.text_tokens or USUAL_TOKENS]))
-    if args.stride is not None and not (args.tokens and args.stride <= min(lengths)):
-        raise Refusal(f"it needs --tokens, and may be at most the shortest of them, got {args.stride}", "--stride")
-    if args.plot is not None and len(lengths) == 1:
-        raise Refusal("it needs two or more lengths of --tokens", "--plot")
+    files, lengths, trust = *_files_and_lengths(args), args.trust_remote_code
     tell_loading(args.model)
     from ..cost.models import load_config
     from ..evaluation.texts import tokenized_text
@@ -85,6 +76,21 @@ def perplexity_command(args: Namespace) -> None:
     if ring.rank == 0 and not wrote_json({**setting, "rows": rows}, args.json):
         by_length = args.text_tokens is not None or {row["length"] for row in rows} != {*lengths[:1]}
         _print_rows(rows, f"{args.model}, {args.dtype}", by_length)
+
+
+def _files_and_lengths(args: Namespace) -> tuple[list[tuple[str, str]], list[int]]:
+    """Returns the names of texts with their contents, and the lengths of rows; a first word without a flag is the model."""
+    words = [*filter(None, [args.model]), *args.words]
+    if not words or len(words) + len(args.text or ()) < 2:
+        raise Refusal("a model and a text are needed: --model ID_OR_FOLDER --text FILE")
+    args.model, *names = words
+    files = [*(args.text or ()), *(checked("--text", text_file, name) for name in names)]
+    lengths = list(dict.fromkeys(args.tokens or [args.text_tokens or USUAL_TOKENS]))
+    if args.stride is not None and not (args.tokens and args.stride <= min(lengths)):
+        raise Refusal(f"it needs --tokens, and may be at most the shortest of them, got {args.stride}", "--stride")
+    if args.plot is not None and len(lengths) == 1:
+        raise Refusal("it needs two or more lengths of --tokens", "--plot")
+    return files, lengths
 
 
 def _measured(

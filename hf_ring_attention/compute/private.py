@@ -132,6 +132,14 @@ def calling_frame(module: nn.Module) -> FrameType | None:
     return frame
 
 
+def is_running(frame: FrameType) -> bool:
+    """Returns whether a frame is among those that called this function."""
+    now = inspect.currentframe()
+    while now is not None and now is not frame:
+        now = now.f_back
+    return now is frame
+
+
 def remove_hooks(module: nn.Module, unwanted: Callable[[Any], bool]) -> None:
     """Removes a module's `unwanted` hooks, before and after its forward, without their handles."""
     for kind, *marks in (_HOOKS_BEFORE, _HOOKS_AFTER):

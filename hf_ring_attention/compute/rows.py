@@ -3,7 +3,7 @@
 All functions take tensors as their rows, [B * H * n, ...]. Both kinds `take` rows to [tiles, heads, L, ...], the kernels'
 shape: views of each row once if they are views (`is_view`), else copies. `write_` and `add_` bring results back. No two tiles
 of a batch share a query row of a head, so results are written without conflicts; key rows may repeat. `split` yields the same
-rows in parts of at most so many of their equal `units`.
+rows in parts of at most `size` of their equal `units`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..compute.private import attentions_are_collected
+from ..compute.private import attentions_are_collected, is_running
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents
 from ..ring.planned import outside
@@ -110,10 +109,7 @@ class ForwardPass:
 
     def broken_off(self) -> bool:
         """Whether Ctrl-C interrupted this pass: torch then skips the hooks that would close it."""
-        frame = inspect.currentframe()
-        while frame is not None and frame is not self.frame:
-            frame = frame.f_back
-        return frame is None and self.frame is not None
+        return self.frame is not None and not is_running(self.frame)
 
 
 class Running(NamedTuple):

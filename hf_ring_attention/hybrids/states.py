@@ -11,13 +11,11 @@ of this module. Nothing in Transformers changes.
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ..compute.foreign_code import globals_called, rebound
 from ..compute.merge import without_autocast
 from ..hf.forward_pass import running
 from ..plan.state_runs import StateRun, linked_runs
@@ -298,35 +297,16 @@ _NOT_PASSED = ("MiniMaxLightningAttention", "RecurrentGemmaRecurrentBlock")
 
 @functools.cache
 def passing_forward(mixer_class: type) -> Callable[..., Any] | None:
-    """Returns a clone of a mixer's forward that passes states along the running chain; None if its states cannot pass.
-
-    The clone has the code of the mixer's forward and a new namespace, which replaces the functions that take states. All
-    other names are looked up in the namespace of Transformers, which stays unchanged.
-    """
+    """Returns a clone of a mixer's forward that passes states along the running chain; None if its states cannot pass."""
     forward = inspect.unwrap(vars(mixer_class)["forward"])
-    called = {step.argval for step in dis.get_instructions(forward) if step.opname == "LOAD_GLOBAL"}
-    names, space = called & _PASSERS.keys(), forward.__globals__
+    names, space = globals_called(forward) & _PASSERS.keys(), forward.__globals__
     if mixer_class.__name__ in _NOT_PASSED or not all(callable(space.get(name)) for name in names):
         return None
     states = {name for name in names if _PASSERS[name] not in (_convolution, _left_out)}
     # A "ShortConv" is a convolution without another state.
     if "causal_conv1d_fn" not in names or not (states or mixer_class.__name__.endswith("ShortConv")):
         return None
-    own = _Namespace(space, {name: functools.partial(_pass, space, name) for name in names})
-    clone = FunctionType(forward.__code__, own, forward.__name__, forward.__defaults__, forward.__closure__)
-    clone.__kwdefaults__ = forward.__kwdefaults__
-    return clone
-
-
-class _Namespace(dict[str, Any]):
-    """The names of a clone; a name that it lacks is looked up in the namespace behind it, each time anew."""
-
-    def __init__(self, behind: dict[str, Any], own: dict[str, Any]) -> None:
-        super().__init__(own, __builtins__=behind["__builtins__"])
-        self._behind = behind
-
-    def __missing__(self, name: str) -> Any:
-        return self._behind[name]
+    return rebound(forward, {name: functools.partial(_pass, space, name) for name in names})
 
 
 def _pass(space: dict[str, Any], name: str, *args: Any, **kwargs: Any) -> Any:

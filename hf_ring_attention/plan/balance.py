@@ -100,15 +100,15 @@ class _Span(NamedTuple):
         return work.of_tokens(self.start - first, self.stop - first)
 
     def left(self, count: int) -> _Span:
-        """Returns the so many tokens that are taken last."""
+        """Returns the `count` tokens that are taken last."""
         return self._replace(start=self.stop - count) if self.ascending else self._replace(stop=self.start + count)
 
     def taken(self, count: int) -> _Span:
-        """Returns the tokens that are taken when so many are left."""
+        """Returns the tokens that are taken before `count` are left."""
         return self._replace(stop=self.stop - count) if self.ascending else self._replace(start=self.start + count)
 
     def keys_between(self, count: int) -> int:
-        """Returns how many keys the two parts of the span may need of each other if so many tokens are left."""
+        """Returns how many keys the two parts of a span may need of each other if `count` tokens are left."""
         if self.document is None or count in (0, self.size):
             return 0
         return min(self.left(count).stop, self.taken(count).stop) - self.document.start
@@ -171,7 +171,7 @@ def _by_work(spans: Iterable[_Span], work: Pairs) -> list[_Span]:
 
 
 def _shorter(spans: Iterable[_Span], most: int) -> list[_Span]:
-    """Returns the spans in pieces of at most so many tokens."""
+    """Returns the spans in pieces of at most `most` tokens."""
     return [
         span._replace(start=start, stop=min(start + most, span.stop))
         for span in spans
@@ -240,14 +240,14 @@ class _Order:
         return min((least, most), key=lambda heavy: abs(self.work_of(heavy) - wanted))
 
     def division(self, heavy: int) -> _Division:
-        """Returns the share with so many tokens from the heavy end, and the rest from the light end."""
+        """Returns the share with `heavy` tokens from the heavy end, and the rest from the light end."""
         parts = [(span, self._left_of(number, heavy)) for number, span in enumerate(self.spans)]
         share = [span.taken(count) for span, count in parts if count < span.size]
         left = [span.left(count) for span, count in parts if count]
         return _Division(share, left, self.work_of(heavy))
 
     def work_of(self, heavy: int) -> float:
-        """Returns the work of a rank that takes so many tokens from the heavy end."""
+        """Returns the work of a rank that takes `heavy` tokens from the heavy end."""
         if not self.spans:
             return 0.0
         first, last = self._at_cuts(heavy)
@@ -256,7 +256,7 @@ class _Order:
         return self.works[-1] - between - sum(span.work(self.work) for span in left)
 
     def _work_behind(self, count: int) -> float:
-        """Returns the work of so many tokens from the light end."""
+        """Returns the work of `count` tokens from the light end."""
         token = self.tokens[-1] - count
         number = self._at(token)
         left = self.spans[number].left(token - self.tokens[number])
@@ -275,6 +275,6 @@ class _Order:
         return min(bisect.bisect_right(self.tokens, token), len(self.spans)) - 1
 
     def _left_of(self, number: int, heavy: int) -> int:
-        """Returns how many tokens of a span are left if a rank takes so many tokens from the heavy end."""
+        """Returns how many tokens of a span are left if a rank takes `heavy` tokens from the heavy end."""
         stop = self.tokens[-1] - self.local_len + heavy
         return max(0, min(stop, self.tokens[number + 1]) - max(heavy, self.tokens[number]))

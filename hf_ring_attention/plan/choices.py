@@ -76,8 +76,8 @@ def check_choices(layout: str, transport: str, world_size: int, heads: int | Non
         return
     if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1 or world_size % heads:
         raise ValueError(
-            f"heads must be a divisor of the ring's {world_size} ranks, got {heads!r}: groups of so many neighbours exchange "
-            f"heads"
+            f"heads must be a divisor of the ring's {world_size} ranks, got {heads!r}: groups of that many neighbours "
+            f"exchange heads"
         )
     if transport != "heads":
         raise ValueError(f"heads={heads} needs transport='heads', got {transport!r}")

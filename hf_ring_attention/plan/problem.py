@@ -145,7 +145,7 @@ class Problem:
         return tuple((documents, tuple(rows)) for (documents, _), rows in rows_of.items())
 
     def in_groups(self, size: int) -> Problem:
-        """Returns the problem with groups of so many neighbours that exchange heads."""
+        """Returns the problem with groups of `size` neighbours that exchange heads."""
         return replace(self, settings=replace(self.settings, heads=size))
 
     @property

@@ -30,7 +30,7 @@ class Pairs:
     means: tuple[float, ...]
 
     def of_document(self, tokens: int) -> float:
-        """Returns the pairs of a document of so many tokens, or of a longer document's first ones."""
+        """Returns the pairs of the first `tokens` tokens of a document."""
         right = bisect.bisect_left(self.lengths, tokens)
         if right == len(self.lengths):  # Beyond the last length, every query sees the average number of keys.
             return self.means[-1] * tokens
@@ -46,7 +46,7 @@ class Pairs:
 
 
 def work_under(pattern: Pattern, most_tokens: int) -> Pairs:
-    """Returns the work of documents of at most so many tokens under a pattern, for one head."""
+    """Returns the work of documents of at most `most_tokens` tokens under a pattern, for one head."""
     return _work_up_to(pattern, 1 << (most_tokens - 1).bit_length())  # Rows of many lengths share the counts.
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -112,17 +112,7 @@ def _pack_buffer(
     if "input_ids" not in columns or packed_before:
         problem = f"the column {packed_before[0]} is of packed rows" if packed_before else "documents need input_ids"
         raise ValueError(f"pack_documents: {problem}, got the columns {', '.join(map(str, columns))}")
-    pieces = []
-    for place in range(len(columns["input_ids"])):
-        who = f"pack_documents: document {place if numbers is None else numbers[place]}"
-        ids, labels = _tokens_and_labels({name: column[place] for name, column in columns.items()}, who)
-        if len(ids) > row_length and strategy == "raise":
-            raise ValueError(
-                f"{who} has {len(ids)} tokens, and a row {row_length}: choose another excess_length_strategy"
-            )
-        stop = {"truncate": row_length, "drop": 0}.get(strategy) if len(ids) > row_length else None
-        for start in range(0, len(ids[:stop]), row_length):
-            pieces.append((ids[start : start + row_length], labels[start : start + row_length]))
+    pieces = [*_pieces(columns, numbers, row_length, strategy)]
     packed: dict[str, list[list[int]]] = {name: [] for name in _PACKED_COLUMNS}
     for row in best_fit([len(ids) for ids, _ in pieces], row_length):
         tokens, labels = zip(*(pieces[number] for number in row), strict=True)
@@ -137,6 +127,22 @@ def _pack_buffer(
             padding = IGNORED if name == "labels" else 0
             packed[name].append(np.pad(part, (0, row_length - len(ids)), constant_values=padding).tolist())
     return packed
+
+
+def _pieces(
+    columns: Mapping[str, Sequence[Any]], numbers: Sequence[int] | None, row_length: int, strategy: Strategy
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields the tokens and labels of documents, in pieces that fit into a row."""
+    for place in range(len(columns["input_ids"])):
+        who = f"pack_documents: document {place if numbers is None else numbers[place]}"
+        ids, labels = _tokens_and_labels({name: column[place] for name, column in columns.items()}, who)
+        if len(ids) > row_length and strategy == "raise":
+            raise ValueError(
+                f"{who} has {len(ids)} tokens, and a row {row_length}: choose another excess_length_strategy"
+            )
+        stop = {"truncate": row_length, "drop": 0}.get(strategy) if len(ids) > row_length else None
+        for start in range(0, len(ids[:stop]), row_length):
+            yield ids[start : start + row_length], labels[start : start + row_length]
 
 
 def _tokens_and_labels(document: Mapping[str, Any], who: str) -> tuple[np.ndarray, np.ndarray]:

@@ -187,11 +187,13 @@ class _SlicedForward:
             return compute(*values)
         run = partial(checkpoint, compute, use_reentrant=False) if torch.is_grad_enabled() else compute
         slices = zip(*(x.split(length, dim) if isinstance(x, Tensor) else repeat(x) for x in values))
-        device = next(x.device.type for x in values if isinstance(x, Tensor))
-        # From its cache, all slices would share one cast of each weight, and their gradients would be added in its dtype.
-        casting: AbstractContextManager[Any] = nullcontext()
-        if torch.amp.is_autocast_available(device):
-            dtype, on = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-            casting = torch.autocast(device, dtype, on, cache_enabled=False)
-        with casting:
+        with _without_cached_casts(next(x.device.type for x in values if isinstance(x, Tensor))):
             return torch.cat([run(*of_slice) for of_slice in slices], dim)
+
+
+def _without_cached_casts(device: str) -> AbstractContextManager[Any]:
+    """Returns autocast as it is, without its cache: slices would share a cast of a weight, and add gradients in its dtype."""
+    if not torch.amp.is_autocast_available(device):
+        return nullcontext()
+    dtype, on = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+    return torch.autocast(device, dtype, on, cache_enabled=False)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import dis
 import inspect
 import logging
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -22,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import seed_worker
 
+from ..compute.foreign_code import globals_called, rebound
 from ..compute.private import check, check_trl, checkpoint_options, checkpointing_of, set_checkpointing
 from ..hf.model.config import settings_of, use_settings, warn_once
 from ..hf.model.wrappers import unwrapped
@@ -357,11 +357,10 @@ def _count_rings_by_name(user: Any, accelerator: Any) -> None:
     libraries = ("trl.", "transformers.trainer") if accelerator.ring.world_size > 1 else ()
     kinds = [kind for kind in type(user).__mro__ if kind.__module__.startswith(libraries)]
     for name, method, owner in [(*entry, kind) for kind in kinds for entry in vars(kind).items()]:
-        if not isinstance(method, FunctionType):
+        if not inspect.isfunction(method):
             continue
-        function: Any = inspect.unwrap(method)
-        called = {step.argval for step in dis.get_instructions(function) if step.opname == "LOAD_GLOBAL"}
-        own = {x: by_rings[x][1] for x in called & by_rings.keys() if function.__globals__.get(x) is by_rings[x][0]}
+        space = inspect.unwrap(method).__globals__
+        own = {x: by_rings[x][1] for x in globals_called(method) & by_rings.keys() if space.get(x) is by_rings[x][0]}
         if not own:
             continue
         if getattr(type(user), name) is not method:
@@ -369,10 +368,7 @@ def _count_rings_by_name(user: Any, accelerator: Any) -> None:
                 f"{type(user).__name__} overrides {name} of {owner.__name__}, which counts processes and not rings: rename "
                 f"the override, or use one process for each sequence (ring_size=1)"
             )
-        space, defaults = {**function.__globals__, **own}, function.__defaults__
-        copy = FunctionType(function.__code__, space, function.__name__, defaults, function.__closure__)
-        copy.__kwdefaults__ = function.__kwdefaults__
-        setattr(user, name, MethodType(copy, user))
+        setattr(user, name, MethodType(rebound(method, own), user))
 
 
 class RingTrainer(RingTrainerMixin, Trainer):

@@ -277,7 +277,7 @@ class PatternLayer(CacheLayerMixin):
         self.pending = False
 
     def few(self, count: int) -> bool:
-        """Returns whether so many queries attend to the rows as they are, each pair with a bias if need be."""
+        """Returns whether `count` queries attend to the rows as they are, each pair with a bias if need be."""
         assert self.call is not None
         few = count < FEW_QUERIES and not self.shared.arrival.compact
         if few and self.call.kernel not in _BIASED:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from ...compute.foreign_code import strings_in
 from ...compute.private import implementation_of
 from ...ring.attention import CallsInGraph
 from ...ring.operator import CALLS, check_not_traced, define
@@ -26,7 +27,6 @@ from ...ring.ring import Ring
 from ...ring.shards import RINGS, shard_of, whole_of
 from ..forward_pass import CALL, NUMBER_IN_GRAPHS, ForwardPass, drop_broken_passes, names_rows_in_graph, new_pass
 from ..layer.attention import call_in_graph
-from ..layer.checks import strings_of
 from ..layer.masks import Tokens, masks_follow_positions, tokens_of
 from ..loss.lm_loss import IGNORED, next_labels
 from ..model.types import MIXERS
@@ -55,7 +55,7 @@ def fits_a_graph(model: PreTrainedModel, ring: Ring | None) -> bool:
     )
     # A window that only the mask function has is lost with its mask.
     in_mask = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
-    named = any("sliding_window" in strings_of(type(module).forward) for module in runner.modules())
+    named = any("sliding_window" in strings_in(type(module).forward) for module in runner.modules())
     counts_tokens = places_of(runner) is not None or first_position(runner) > 0
     looks_at_rows = getattr(config, "attn_temperature_tuning", False) or getattr(config, "output_router_logits", False)
     takes_positions = "position_ids" in inspect.signature(runner.forward).parameters
@@ -165,31 +165,28 @@ def in_graph(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     """Returns whether a graph can hold a call that begins, and is traced."""
     attachment = attachment_of(module)
     drop_broken_passes()
-    mask, positions, labels = (kwargs.get(name) for name in ("attention_mask", "position_ids", "labels"))
     alone = attachment.ring is None or attachment.ring.world_size == 1
     known = (*_ARGUMENTS, "shift_labels") if alone else _ARGUMENTS
     tokens = [x for x in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None]
     if len(tokens) != 1 or not isinstance(tokens[0], Tensor) or tokens[0].dim() < 2:
         return False
-    described = (mask is None or mask.dim() == 2) and (positions is None or positions.dim() == 2)
-    no_gradient = alone or not getattr(kwargs.get("inputs_embeds"), "requires_grad", False)
-    of_tokens = labels is None or alone or labels.shape == tokens[0].shape[:2]
-    # Every rank would compute whole rows into a new cache; and results are joined by their names.
-    whole = (
-        kwargs.get("use_cache") is True
-        or kwargs.get("return_dict") is False
-        or not getattr(module.config, "return_dict", True)
-    )
+    described = all(x is None or x.dim() == 2 for x in (kwargs.get("attention_mask"), kwargs.get("position_ids")))
     ours = attachment.in_graphs and not attachment.runs and implementation_of(module.config) == IMPLEMENTATION
     given = [name for name, x in kwargs.items() if x is not None and x is not False]
-    return (
-        ours
-        and described
-        and of_tokens
-        and no_gradient
-        and (alone or not whole)
-        and all(name in known for name in given)
-    )
+    fits = ours and described and all(name in known for name in given)
+    return fits and (alone or _can_be_cut(module, tokens[0], kwargs))
+
+
+def _can_be_cut(module: nn.Module, tokens: Tensor, kwargs: Mapping[str, Any]) -> bool:
+    """Returns whether a graph can cut the rows of a call and join its results, by their names.
+
+    With a new cache, every rank would compute whole rows.
+    """
+    whole = kwargs.get("use_cache") is True or kwargs.get("return_dict") is False
+    labels, embeds = kwargs.get("labels"), kwargs.get("inputs_embeds")
+    of_tokens = labels is None or labels.shape == tokens.shape[:2]
+    no_gradient = not getattr(embeds, "requires_grad", False)
+    return of_tokens and no_gradient and not whole and bool(getattr(module.config, "return_dict", True))
 
 
 def begin_in_graph(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

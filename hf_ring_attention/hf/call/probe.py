@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...compute.foreign_code import code_of
 from ...compute.private import divides_weights, forward_hooks, tree_leaves, tree_map
 from ...ring.planned import refusals_of_all
 from ...ring.ring import ring_alone
@@ -70,7 +71,7 @@ def _fingerprint(runner: nn.Module, hooks: list[tuple[str, Any]]) -> list[Any]:
     return [
         *map(id, modules),
         *(str((module.active_adapter, module.disable_adapters)) for module in of_peft),
-        *(getattr(function, "__code__", None) or id(type(function)) for function in functions),
+        *(code_of(function) or id(type(function)) for function in functions),
     ]
 
 

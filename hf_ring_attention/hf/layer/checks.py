@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
+from ...compute.foreign_code import strings_in
 from ...compute.private import attentions_are_collected
 from ...plan.branches import Branch, Segment, Window
 from ...plan.patterns import Pattern
@@ -70,8 +69,8 @@ def check_call(module: nn.Module, settings: LayerSettings, now: ForwardPass) -> 
         raise ValueError(
             f"{name}: output_attentions=True was asked for, but ring_dilated never forms the attention weights: use 'eager'"
         )
-    kind: Any = type(module)
-    passed = _strings_of_bases(kind)
+    forwards = [vars(base)["forward"] for base in type(module).__mro__ if "forward" in vars(base)]
+    passed = frozenset().union(*map(strings_in, forwards))
     for argument, present in given.items():
         # Transformers passes every entry of a batch on to here. Only those that the layer's own code names have a meaning.
         if present is not None and argument not in _KNOWN and (argument in passed or argument in _REFUSED):
@@ -84,19 +83,3 @@ def check_call(module: nn.Module, settings: LayerSettings, now: ForwardPass) -> 
             f"{name} attends beside recurrent layers, or got cu_seq_lens or seq_idx, which needs a call of a patched model: "
             f"call ra.patch_model(model) after set_attn_implementation, and the model rather than its layers"
         )
-
-
-@functools.cache
-def strings_of(forward: Callable[..., Any]) -> frozenset[str]:
-    """Returns the strings in the code of a layer's forward, the names of the arguments that it passes on among them."""
-    code = getattr(inspect.unwrap(forward), "__code__", None)
-    constants = () if code is None else code.co_consts
-    flat = (x for constant in constants for x in (constant if isinstance(constant, tuple) else (constant,)))
-    return frozenset(x for x in flat if isinstance(x, str))
-
-
-@functools.cache
-def _strings_of_bases(kind: Any) -> frozenset[str]:
-    """Returns the strings in the code of the forward of a class and of its bases, which it may call."""
-    forwards: Any = [vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)]
-    return frozenset().union(*map(strings_of, forwards))

@@ -7,7 +7,6 @@ does the same, and survives every copy on its way to a layer, even on another de
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -19,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.masking_utils import AttentionMaskInterface, and_masks
 
+from ...compute.foreign_code import keywords_in
 from ...plan.branches import Segment, Window
 from ...plan.layouts import SequenceLayout
 from ...plan.problem import Documents
@@ -101,18 +101,16 @@ def ring_dilated_mask(
     if goes_on:
         assert now is not None  # The cache knows the documents.
         return _mask_of(Tokens(causal=causal, own=own, valid=now.kept.arrival.padding_inside), now)
-    valid = None
     if packed is not None and layout is None and not (now and now.rows and now.rows.from_collator):
         # Without a mask, Transformers reads documents from positions by another rule, which other implementations follow.
-        documents = documents_from_mask((packed + 1).expand(batch_size, -1))
+        documents, valid = documents_from_mask((packed + 1).expand(batch_size, -1)), None
     elif now is not None and now.documents is not None:
-        documents = now.documents
+        documents, valid = now.documents, None
     elif attention_mask is not None:
         first = kv_offset if attention_mask.shape[1] > kv_length else 0  # It is a mask of all tokens, or of the keys.
-        numbers = attention_mask[:, first : first + written].to(torch.int64).cpu()
-        documents, valid = _documents_and_padding(F.pad(numbers, (0, written - numbers.shape[1])))
+        documents, valid = _documents_and_padding(attention_mask[:, first:], written)
     else:
-        documents = (((0, written),),) * batch_size
+        documents, valid = (((0, written),),) * batch_size, None
     missing: tuple[int, ...] = ()
     if own is not None and own[0] is Segment and kv_offset:
         dropped = torch.ones(batch_size, kv_offset) if attention_mask is None else attention_mask[:, :kv_offset]
@@ -179,19 +177,19 @@ def _read_mask_function(
     return causal, own, by_kind.get("packed_sequence_mask_function", {}).get("packed_sequence_mask")
 
 
-@functools.cache
 def masks_follow_positions(forward: Callable[..., Any]) -> bool | None:
     """Returns whether a decoder's forward hands positions to the functions that make its masks; None if its code hides it.
 
     Then Transformers begins a document of a row without a mask wherever positions do not count on.
     """
-    constants = getattr(getattr(inspect.unwrap(forward), "__code__", None), "co_consts", ())
-    calls = [x for x in constants if isinstance(x, tuple) and {"config", "attention_mask"} <= {*x}]
+    calls = [x for x in keywords_in(forward) if {"config", "attention_mask"} <= {*x}]
     return any("position_ids" in names for names in calls) if calls else None
 
 
-def _documents_and_padding(numbers: Tensor) -> tuple[Documents, Tensor | None]:
-    """Returns `documents` and `valid` of the `Tokens` whose documents have these numbers [B, n], 0 for padding."""
+def _documents_and_padding(mask: Tensor, written: int) -> tuple[Documents, Tensor | None]:
+    """Returns `documents` and `valid` of `written` tokens, whose mask has the numbers of documents, and 0 for padding."""
+    numbers = mask[:, :written].to(torch.int64).cpu()
+    numbers = F.pad(numbers, (0, written - numbers.shape[1]))
     valid = numbers != 0
     inside = ~valid & (valid.cumsum(1) > 0) & (valid.flip(1).cumsum(1).flip(1) > 0)
     if not inside.any() or not (numbers == numbers.amax(1, keepdim=True))[valid].all():  # or a row of several documents
@@ -231,9 +229,9 @@ def tokens_of(mask: Tensor | None) -> Tokens:
         named = CALLS[number]
         tokens: Tokens = getattr(named, "tokens", named)  # A graph names its rows together with its calls.
         return tokens
-    numbers = (mask != 0 if mask.is_floating_point() else mask).to(torch.int64).cpu()
-    documents, valid = _documents_and_padding(numbers)
-    return Tokens(documents, numbers.shape[1], numbers.shape[1], valid=valid)
+    length = mask.shape[1]
+    documents, valid = _documents_and_padding(mask != 0 if mask.is_floating_point() else mask, length)
+    return Tokens(documents, length, length, valid=valid)
 
 
 def padding_first(valid: Tensor) -> Tensor:

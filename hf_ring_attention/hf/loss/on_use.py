@@ -192,12 +192,7 @@ class OnUse(Tensor):
             x.memory.watched = True
         if func not in _OF_GRADIENTS:
             return func(*call[0], **call[1])
-        asked = args[1] if func is torch.autograd.grad else args[:1]
-        if any(isinstance(x, OnUse) and x.memory.used and x.is_ours for x in tree_leaves(asked)):
-            raise NotImplementedError(
-                "the gradient of hidden states or logits was asked for, but their loss was computed in slices: call the model "
-                "without labels, and compute the loss from its logits"
-            )
+        _check_gradient(args[1] if func is torch.autograd.grad else args[:1])
         with plain_tensors():
             return func(*args, **kwargs)
 
@@ -219,6 +214,15 @@ class OnUse(Tensor):
             x.memory.formed = others[0].detach()
             return x
         return func(*tree_map(_computed, args), **tree_map(_computed, kwargs or {}))
+
+
+def _check_gradient(asked: Any) -> None:
+    """Refuses the gradients of tensors whose loss was computed in slices, which give them none."""
+    if any(isinstance(x, OnUse) and x.memory.used and x.is_ours for x in tree_leaves(asked)):
+        raise NotImplementedError(
+            "the gradient of hidden states or logits was asked for, but their loss was computed in slices: call the model "
+            "without labels, and compute the loss from its logits"
+        )
 
 
 def _bare(values: Values, numbers: Tensor, memory: Memory | None = None, shown: Any = lambda formed: formed) -> OnUse:

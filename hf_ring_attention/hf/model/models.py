@@ -52,7 +52,7 @@ def supported_models() -> tuple[ModelSupport, ...]:
 
 
 def why_not(model_type: str, ranks: int = 1) -> str | None:
-    """Returns why a model type is not computed on so many ranks, by the table; None if the table does not refuse it."""
+    """Returns why a model type is not computed on this number of ranks; None if the table does not refuse it."""
     support = next((model for model in supported_models() if model.model_type == model_type), None)
     accepted = {"supported": ranks == 1, "untested": True, "refused": False}
     if support is None or support.ring or accepted[support.status]:

@@ -17,6 +17,7 @@ from transformers import (
 )
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
+from ...compute.foreign_code import names_in
 from ...compute.private import calls_the_interface, is_stateful
 from .types import BEYOND_THE_INTERFACE, DECODERS_ALL_THE_SAME, INDEXER, MIX_TOKENS, MIXER_LAYERS, MIXERS
 from .wrappers import decoder_of, runner_of
@@ -137,7 +138,5 @@ def check_predicts_next(model: PreTrainedModel, caller: str) -> None:
 def has_next_token_loss(model: PreTrainedModel) -> bool:
     """Returns whether Transformers' own forward of a model passes its labels to `loss_function`, which shifts them."""
     own = next(vars(kind)["forward"] for kind in type(model).__mro__ if "forward" in vars(kind))
-    forward = inspect.unwrap(own)
-    names = getattr(getattr(forward, "__code__", None), "co_names", ())
-    of_transformers = forward.__module__.startswith("transformers.models.") and "forward" not in vars(model)
-    return model.get_output_embeddings() is not None and of_transformers and "loss_function" in names
+    of_transformers = inspect.unwrap(own).__module__.startswith("transformers.models.") and "forward" not in vars(model)
+    return model.get_output_embeddings() is not None and of_transformers and "loss_function" in names_in(own)

@@ -77,7 +77,7 @@ def rows_to_cut(
         arguments: the arguments of a model, or the entries of a batch.
         pattern: the pattern that decides the layout; None for the pattern of the decoder's config.
         layout: the layout of a sharded cache that these rows fill.
-        multiple: the ranks divide a multiple of so many tokens, with padding.
+        multiple: the ranks divide a multiple of this number of tokens, with padding.
     """
     tokens = tokens_in(arguments)
     if tokens is None or tokens.dim() < 2 or 0 in tokens.shape[:2]:
@@ -179,7 +179,7 @@ def _check_places(name: str, cache: Cache, arguments: Mapping[str, Any]) -> None
 
 
 def find_rows(now: ForwardPass, kwargs: Mapping[str, Any], multiple: int = 1) -> None:
-    """Finds the rows of a call once all ranks have come with equal calls, and divides a `multiple` of so many tokens."""
+    """Finds the rows of a call once all ranks have come with equal calls, and divides a multiple of `multiple` tokens."""
     ring, runner, cut_rows = now.ring, now.runner, now.call.rows
     tokens, cache = tokens_in(kwargs), cache_in(kwargs)
     now.skipped, now.cacheless = tokens_skipped(cache), kwargs.get("use_cache") is False
