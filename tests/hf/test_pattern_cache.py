@@ -19,13 +19,13 @@ from hf_ring_attention.hf.model.wrappers import _warn_of_lost_ring, cache_argume
 from hf_ring_attention.plan.kept import cache_rows
 from tests.fuzz import run_many
 from tests.hf.alike import assert_on_ranks, refused
-from tests.support.cache_cases import TYPES, CacheCase, run_cache_case
-from tests.support.tiny_models import VOCAB, tiny_config, tiny_model
+from tests.support.cache_cases import CacheCase, run_cache_case
+from tests.support.tiny_models import VOCAB, tiny_model
 from tests.support.tolerance import EXACT, distance
 
 pytestmark = pytest.mark.own_dtypes  # float64 if a case says so
 
-CASES = 25
+CASES = 12
 
 
 def ids_of(batch, length, seed=1):
@@ -150,7 +150,7 @@ def test_bytes_follow_the_formula(pattern):
     cache = ra.PatternCache(model)
     step(model, ids_of(2, 100), cache)
     config, before = model.config, cache.nbytes
-    for n in range(101, 300):
+    for n in range(101, 240):
         step(model, ids_of(2, 1, seed=n), cache)
         rows = cache_rows(ra.Pattern.parse(pattern), config.num_key_value_heads, n)
         expected = rows * config.num_hidden_layers * 2 * 2 * config.head_dim * 4
@@ -167,13 +167,13 @@ def test_memory_is_flat_over_many_tokens():
     cache = ra.PatternCache(model)
     step(model, ids_of(1, 30), cache)
     sizes = []
-    for n in range(600):
+    for n in range(150):
         model.model(one, use_cache=True, position_ids=torch.tensor([[30 + n]]), **cache_argument(cache))
-        if n % 200 == 199:
+        if n % 50 == 49:
             gc.collect()
             sizes.append((cache.nbytes, sum(isinstance(x, torch.Tensor) for x in gc.get_objects())))
     assert len({*sizes}) == 1
-    assert cache.get_seq_length() == 630
+    assert cache.get_seq_length() == 180
     assert cache.num_rows == 10
 
 
@@ -186,21 +186,6 @@ def test_a_prompt_leaves_only_its_rows():
 
 
 # ---- turns, copies, lengths
-
-
-def test_several_turns_and_copies_of_a_prompt():
-    model, whole = llama(), ids_of(1, 30)
-    cache = ra.PatternCache(model)
-    step(model, whole[:, :20], cache)
-    kept = copy.deepcopy(cache)
-    for _ in range(2):  # The copy is not changed by what the other one reads.
-        for stop in (24, 30):
-            found = greedy(model, whole[:, :stop], cache, max_new_tokens=3, min_new_tokens=3)
-            expected = greedy(model, whole[:, :stop], max_new_tokens=3, min_new_tokens=3, use_cache=False)
-            assert torch.equal(found, expected)
-            whole = torch.cat([found, ids_of(1, 9, seed=stop)], 1)[:, :30] if stop == 24 else whole
-        cache = copy.deepcopy(kept)
-        whole = ids_of(1, 30)
 
 
 def test_cropping():
@@ -234,7 +219,7 @@ def test_cropping():
 
 def test_recording_ends_at_the_next_crop():
     """Only the call behind it is recorded too, so that drafts can go back by any number of tokens."""
-    model, ids = llama(), ids_of(1, 140)
+    model, ids = llama(), ids_of(1, 100)
     cache = ra.PatternCache(model)
     step(model, ids[:, :20], cache)
     step(model, ids[:, 20:21], cache)
@@ -245,7 +230,7 @@ def test_recording_ends_at_the_next_crop():
     cache.crop(-10)
     step(model, ids[:, 20:90], cache)  # as many as a plan computes
     cache.crop(-65)
-    for n in range(25, 140):
+    for n in range(25, 100):
         found = step(model, ids[:, n : n + 1], cache)
     assert distance(found, model(ids).logits[:, -1:]) <= EXACT
     assert not cache.recording and cache.num_rows == 6 and cache.nbytes == nbytes
@@ -276,14 +261,13 @@ def test_cropping_of_hybrids(model_type):
 
 def test_copies_share_nothing():
     """Whatever is copied first; and files of a model of a ring have no ring."""
-    model, ids = llama(), ids_of(1, 30)
+    model, ids = llama(), ids_of(1, 24)
     cache = ra.PatternCache(model)
     step(model, ids[:, :20], cache)
     copies = [copy.deepcopy([cache.layers, cache])[1], pickle.loads(pickle.dumps(cache)), cache]
-    for n in range(20, 30):
-        for one in copies:
-            found = step(model, ids[:, n : n + 1], one)
-            assert distance(found, model(ids[:, : n + 1]).logits[:, n:]) <= EXACT
+    for n in range(20, 24):
+        expected = model(ids[:, : n + 1]).logits[:, n:]
+        assert max(distance(step(model, ids[:, n : n + 1], one), expected) for one in copies) <= EXACT
 
 
 def saved_and_loaded(ring, model):
@@ -298,15 +282,19 @@ def test_a_saved_model_leaves_its_ring(caplog):
     assert sum("loaded without its ring" in record.message for record in caplog.records) >= 1
 
 
-@pytest.mark.parametrize("pattern", ["exact", "window:4+2"])
-def test_prefilled_caches_can_be_pickled(pattern):
-    for model_type in ("llama", "jamba", "minimax"):
-        model, ids = ra.patch_model(tiny_model(model_type, "eager").double(), pattern), ids_of(1, 20)
-        cache = pickle.loads(pickle.dumps(ra.prefill(model, ids[:, :16])))
-        for _ in range(2):
-            found = greedy(model, ids, cache)
-            cache.crop(16 - cache.get_seq_length())
-            assert torch.equal(found, greedy(model, ids))
+@pytest.mark.parametrize(
+    ("model_type", "pattern"), [("llama", "window:4+2"), ("jamba", "window:4+2"), ("minimax", "exact")]
+)
+def test_prefilled_caches_can_be_pickled(model_type, pattern):
+    model, ids = ra.patch_model(tiny_model(model_type, "eager").double(), pattern), ids_of(1, 20)
+    cache, short = (
+        pickle.loads(pickle.dumps(ra.prefill(model, ids[:, :16]))),
+        {"max_new_tokens": 3, "min_new_tokens": 3},
+    )
+    expected = greedy(model, ids, **short)
+    for _ in range(2):
+        assert torch.equal(greedy(model, ids, cache, **short), expected)
+        cache.crop(16 - cache.get_seq_length())
 
 
 def tokenizer_of(pieces, merges):
@@ -323,7 +311,7 @@ def test_drafts_of_another_tokenizer(rng):
     target, draft = tokenizer_of("abcdefghij ", []), tokenizer_of([*"abcdefghij ", "ab", "cd"], pairs)
     model, drafts = (llama(vocab_size=len(x)) for x in (target, draft))
     longest = {"max_new_tokens": 24, "min_new_tokens": 0}
-    for _ in range(4):
+    for _ in range(2):
         ids = target("".join(rng.choices("abcdefghij ", k=30)), return_tensors="pt").input_ids
         of_both = {"assistant_model": drafts, "tokenizer": target, "assistant_tokenizer": draft}
         assert torch.equal(greedy(model, ids, **longest, **of_both), greedy(model, ids, **longest))
@@ -360,12 +348,12 @@ def inferred(model, ids, cache):
         return step(model, ids, cache).clone()
 
 
-@pytest.mark.parametrize("way", [offloaded, compiled, inferred])
+@pytest.mark.parametrize("way", [offloaded, pytest.param(compiled, marks=pytest.mark.slow), inferred])
 def test_ways_to_take_a_step(way):
-    model, ids = llama(), ids_of(1, 16)
+    model, ids = llama(), ids_of(1, 11)
     cache = ra.PatternCache(model)
     inferred(model, ids[:, :8], cache)
-    for n in range(8, 16):
+    for n in range(8, 11):
         found = way(model, ids[:, n : n + 1], cache)
         assert distance(found, model(ids[:, : n + 1]).logits[:, n:]) <= EXACT
 
@@ -446,8 +434,14 @@ def test_models_that_do_not_compute_by_patterns(way):
     assert distance(step(model, ids[:, 9:], cache), model(ids).logits[:, 9:]) <= EXACT
 
 
-@pytest.mark.parametrize("drafts", [{"prompt_lookup_num_tokens": 3}, {"assistant_model": True}])
-@pytest.mark.parametrize("pattern", ["exact", "kv0=exact;kv1=window:4", "longnet:4/1,16/2,all/4"])
+@pytest.mark.parametrize(
+    ("pattern", "drafts"),
+    [
+        ("exact", {"prompt_lookup_num_tokens": 3}),
+        ("kv0=exact;kv1=window:4", {"assistant_model": True}),
+        ("longnet:4/1,16/2,all/4", {"prompt_lookup_num_tokens": 3}),
+    ],
+)
 def test_drafts_beside_a_filled_cache(pattern, drafts):
     """Transformers gives the whole row to the first call of such drafts, whatever is in the cache."""
     model, ids = llama(pattern), ids_of(1, 30)
@@ -474,6 +468,8 @@ def test_positions_that_go_on():
                 found = model(ids[:, part], attention_mask=mask[:, : part.stop], **more).logits
         expected = model(ids, attention_mask=mask, position_ids=places + shift, use_cache=False).logits
         assert distance(found, expected[:, 9:]) <= EXACT
+    said = "holds padding, and no attention_mask of all tokens came"
+    refused(said, step, model, ids[:, :1], cache)
 
 
 def test_autocast_on_one_side():
@@ -487,15 +483,6 @@ def test_autocast_on_one_side():
                 step(model, ids[:, 9:], cache)
             else:
                 refused("use one dtype and one device, autocast included", step, model, ids[:, 9:], cache)
-
-
-def test_padding_needs_its_mask():
-    model, ids = llama(), ids_of(2, 9)
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    cache = ra.PatternCache(model)
-    step(model, ids, cache, mask)
-    refused("holds padding, and no attention_mask of all tokens came", step, model, ids[:, :1], cache)
 
 
 def test_other_models_and_patterns():
@@ -515,7 +502,3 @@ def test_other_models_and_patterns():
         refused(said, step, model, ids[:, :1], cache)
     said = "it serves calls of a patched model: call the model, not its layers"
     refused(said, ra.PatternCache(model).update, ids, ids, 0)
-
-
-def test_the_types_of_random_cases_exist():
-    assert all(tiny_config(x) for x in TYPES)
