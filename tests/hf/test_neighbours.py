@@ -39,10 +39,14 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.own_dtypes  # torch.compile compiles nothing if tests.support.tolerance turns float32 into float64
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_compiled(calls):
-    """Also where it was compiled first and patched then; each graph breaks at the attention, and nowhere else is lost."""
+    """Also where it was compiled first and patched then; each graph breaks at the attention, and nowhere else is lost.
+
+    Each run compiles models in tests/hf/test_compiled.py.
+    """
     rows = batch("left")
     torch._dynamo.reset()
     model = llama()
@@ -123,8 +127,7 @@ def test_inference_mode(ranks):
         check(trained, expected)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_inputs_embeds_that_are_not_contiguous(ranks):
+def test_inputs_embeds_that_are_not_contiguous():
     inputs, labels = batch("left")
     expected = logits_and_gradients(llama(), inputs, labels)
     expected[1].pop("model.embed_tokens.weight")
@@ -132,13 +135,12 @@ def test_inputs_embeds_that_are_not_contiguous(ranks):
     embeds = embeds.permute(2, 1, 0).contiguous().permute(2, 1, 0)
     inputs = {name: x.T.contiguous().T for name, x in inputs.items()} | {"inputs_embeds": embeds}
     assert not any(x.is_contiguous() for x in inputs.values())
-    for found in on_ranks(lambda ring, model: over_ring(model, ring, inputs, labels), llama, ranks):
+    for found in on_ranks(lambda ring, model: over_ring(model, ring, inputs, labels), llama):
         check(found, expected)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 @torch.no_grad()
-def test_arguments_by_position(ranks):
+def test_arguments_by_position():
     """The base model's mask and positions, as its signature orders them."""
     inputs, labels = batch("left")
     make = partial(built, AutoModel, tiny_config("llama"))
@@ -147,7 +149,7 @@ def test_arguments_by_position(ranks):
     def work(ring, model):
         return model(*(inputs[name] for name in ("input_ids", "attention_mask", "position_ids"))).last_hidden_state
 
-    assert_on_ranks(work, make, make()(**inputs).last_hidden_state, ranks, valid=labels != -100)
+    assert_on_ranks(work, make, make()(**inputs).last_hidden_state, valid=labels != -100)
 
 
 @pytest.mark.parametrize("patched", ["before", "after"])
