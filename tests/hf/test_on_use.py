@@ -93,23 +93,8 @@ class Own(LlamaForCausalLM):
         return CausalLMOutput(loss=self.loss_of(call), logits=call.logits)
 
 
-class _Product(torch.autograd.Function):
-    """Computes without announcing its operations, as fused kernels do."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return (x @ weight.mT).square().sum()
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        of_product = 2 * grad * (x @ weight.mT)
-        return of_product @ weight, of_product.flatten(0, 1).mT @ x.flatten(0, 1)
-
-
 class _Scaled(torch.autograd.Function):
-    """Returns its input, or a copy of it, and scales gradients."""
+    """Returns its input, or a copy of it, and scales gradients, without announcing operations, as fused kernels do."""
 
     @staticmethod
     def forward(ctx, x, factor, copies=False):
@@ -161,11 +146,6 @@ LOSSES = {
 FORMING = {
     "term of logits": lambda call: call.loss() + 0.01 * call.logits.logsumexp(-1).pow(2).mean(),
     "reentrant head": lambda call: call.loss(checkpoint(call.model.lm_head, call.hidden, use_reentrant=True)),
-    "own function": lambda call: (
-        call.loss()
-        + 1e-3
-        * (_Product.apply(call.hidden, call.model.lm_head.weight) + _Product.apply(call.logits, torch.eye(VOCAB)))
-    ),
 }
 
 
@@ -174,14 +154,6 @@ def trained_temperature(call):
     logits = logits.masked_fill(torch.arange(VOCAB) == 5, -30.0)
     logits.div_(1.5)
     return call.loss(logits)
-
-
-def scaled_by_confidence(call):
-    logits = call.logits
-    with torch.no_grad():
-        share = (logits.max(-1).values > 1).double().mean()
-        target = logits / 2  # A value that was computed without gradients stays one.
-    return call.loss() * share + F.mse_loss(logits, target)
 
 
 def hooks_that_look(call):
@@ -200,12 +172,6 @@ def hooks_that_change(call):
     """Hooks that change the output layer's input and output run once."""
     with call.hooks(lambda module, args: (args[0] * 2,), lambda module, args, output: output / 3):
         return call.loss()
-
-
-def picked_tokens(call):
-    valid = call.labels != -100
-    picked, twice = call.model.lm_head(call.hidden[valid]), call.logits[:, [0, 3, 3]]
-    return F.cross_entropy(picked, call.labels[valid]) + twice.square().mean()
 
 
 def hooks_of_tensors(call):
@@ -321,22 +287,12 @@ def written_behind_the_logits(call):
     return sum(losses) + head(view).pow(2).mean()
 
 
-def views_without_gradients(call):
-    hidden, head = call.hidden, call.model.lm_head
-    with torch.no_grad():
-        rows = hidden[:1]
-    with torch.inference_mode():
-        share = float(_Scaled.apply(hidden * 2, -2).mean()) + float(hidden.abs().mean())
-    loss = rows[:, 2:].pow(2).mean() + F.cross_entropy(head(rows[0, 1:]), call.labels[0, 1:])
-    return (loss + hidden[0].flip(0).pow(2).mean()) * (1 + share) + call.loss()
-
-
 #: Values of hidden states in functions that torch does not announce are ordinary tensors, and so are their logits.
-UNFORMED = hooks_that_look, hooks_that_change, hooks_of_tensors, copies_and_views, views_without_gradients
+UNFORMED = hooks_that_look, hooks_that_change, hooks_of_tensors, copies_and_views
 LOSSES |= {loss.__name__: loss for loss in UNFORMED}
 FORMING |= {
     loss.__name__: loss for loss in (
-        trained_temperature, scaled_by_confidence, picked_tokens, kept_gradients,
+        trained_temperature, kept_gradients,
         written_in_place, other_orders, gradients_of_parts, scales_of_weights, odd_arguments,
         kept_for_backward, written_behind_the_logits,
     )

@@ -76,28 +76,6 @@ def read_and_answer(model, padded, question, times=2, **ways):
         cache.crop(DOCUMENT - cache.get_seq_length())
 
 
-def one_process(name, padded, question):
-    return generate(patched(PATTERNS[name]), *text(question, padded), cache_implementation="dynamic")
-
-
-@pytest.mark.drawn(12)
-@pytest.mark.parametrize("question", [QUESTION, LONG])
-@pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.parametrize(
-    ("world_size", "layout"), [(1, "auto"), (2, "contiguous"), (2, "zigzag"), (4, "zigzag"), (4, "auto")]
-)
-def test_tokens_of_one_process(world_size, layout, name, question):
-    padded = (world_size + len(name) + question) % 4 < 2
-    expected = one_process(name, padded, question)
-
-    def work(ring, model):
-        return [*read_and_answer(model, padded, question)]
-
-    for answers in on_models(work, PATTERNS[name], world_size, layout=layout):
-        for found in answers:
-            assert_same(found, expected)
-
-
 def in_a_process(rank, name):
     model = ra.patch_model(patched(PATTERNS[name]), ring=ra.Ring())
     return next(read_and_answer(model, True, QUESTION, 1))
@@ -107,15 +85,16 @@ def in_a_process(rank, name):
 @pytest.mark.parametrize("name", ["pyramid", "exact heads"])
 def test_processes(ranks, name):
     """tests/hf/test_generation.py has sharded keys of processes in each run."""
-    expected = one_process(name, True, QUESTION)
+    expected = generate(patched(PATTERNS[name]), *text(QUESTION, True), cache_implementation="dynamic")
     for found in ranks.run(in_a_process, 2, name):
         assert_same(found, expected)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("model_type", "patterns", "question", "ways"),
     [
+        *(("llama", patterns, (QUESTION, LONG)[number % 2], {}) for number, patterns in enumerate(PATTERNS.values())),
         ("deepseek_v3", [("pyramid:8,3,2", None)], LONG, {}),  # heads see other rows of one latent row
         ("gemma3n_text", [("window:9+2", None), ("window:5", [1]), ("pyramid:4,3,2", [3])], LONG, {}),  # readers
         ("diffllama", [("window:8+2", None)], QUESTION, {}),  # layers that attend twice, to halves of the values
@@ -124,8 +103,8 @@ def test_processes(ranks, name):
         ("minimax", [("window:8+2", None)], QUESTION, {"num_beams": 3}),  # states in a cache of another class
     ],
 )
-def test_other_models(model_type, patterns, question, ways):
-    """Those without rows of each head, and with states; random cases of caches have others, with beams and in pieces."""
+def test_tokens_of_one_process(model_type, patterns, question, ways):
+    """Random cases of caches (tests/hf/test_pattern_cache.py) have others, also with beams and in pieces, on 1 to 4 ranks."""
     padded, ways = "num_beams" not in ways, {"new": 8, **ways}
     whole = {name: x for name, x in ways.items() if name != "prefill_chunk_size"}
     expected = generate(patched(patterns, model_type), *text(question, padded), use_cache=False, **whole)
@@ -188,37 +167,6 @@ def test_memory_is_flat_over_many_tokens():
 
 
 # ---- lengths, and refusals
-
-
-def test_lengths_that_crop_goes_back_to():
-    ids = ids_of(100)
-
-    def work(ring, model):
-        whole = model(ids, use_cache=False).logits
-        cache = ra.prefill(model, ids[:, :60])
-
-        def read(start, stop):
-            logits = model(ids[:, start:stop], use_cache=True, **cache_argument(cache)).logits
-            assert distance(logits, whole[:, start:stop]) <= EXACT
-
-        read(60, 70)
-        cache.crop(-4)  # tokens of the last call
-        for n in range(66, 90):
-            read(n, n + 1)
-        for length in (59, 61, 88):
-            refused(f"rows that {length} tokens see were dropped, of 90 tokens: call cache", cache.crop, length - 90)
-        kept = copy.deepcopy(cache)
-        cache.crop(60 - 90)
-        read(60, 61)
-        cache = kept
-        cache.activate_past_recording()
-        read(90, 95)
-        read(95, 96)
-        cache.crop(91 - 96)
-        read(91, 100)
-
-    with torch.no_grad():
-        on_models(work, PATTERNS["window and sinks"], 2, layout="zigzag")
 
 
 @torch.no_grad()

@@ -25,16 +25,6 @@ def make(model_type, **changes):
     return tiny_model(model_type, "ring_dilated", **changes)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "dropout", "layer"),
-    [("gpt2", "attn_pdrop", "GPT2Attention"), ("llama", "attention_dropout", "LlamaAttention")],
-)
-def test_dropout_in_training(model_type, dropout, layer):
-    model = make(model_type, **{dropout: 0.1}).train()
-    refused(rf"{layer}: attention dropout 0\.1 .*to 0 \(attention_dropout, attn_pdrop\)", model, input_ids=IDS)
-    model.eval()(input_ids=IDS)
-
-
 WIDE = torch.ones(2, 1, 10, 10)
 SQUARE = r"mask .*\[.*\].*, got \(2, 1, 10, 10\): pass the .*mask, and for packed documents position_ids that restart"
 HOLE = torch.ones(2, 10, dtype=torch.long).index_put((torch.tensor(1), torch.tensor(5)), torch.tensor(0))
@@ -58,14 +48,18 @@ def windows_by_layer():
 
 #: A call, and what its error says.
 REFUSED = {
+    **{
+        name: (
+            lambda model_type=model_type, name=name: make(model_type, **{name: 0.1}).train()(IDS),
+            rf"{layer}Attention: attention dropout 0\.1 .*to 0 \(attention_dropout, attn_pdrop\)",
+        )
+        for model_type, name, layer in (("gpt2", "attn_pdrop", "GPT2"), ("llama", "attention_dropout", "Llama"))
+    },
     "weights": (
         lambda: make("llama")(IDS, output_attentions=True),
         r"output_attentions=True .*never forms the attention weights: use .*'eager'",
     ),
     "square mask": (lambda: make("llama")(IDS, attention_mask=WIDE), SQUARE),
-    "square mask on ranks": (
-        lambda: on_ranks(lambda ring, model: refused(SQUARE, model, IDS, attention_mask=WIDE), lambda: make("llama")), None,
-    ),
     "padding in a window": (
         lambda: make("mistral", sliding_window=4)(IDS, attention_mask=HOLE),
         r"layer 0 has a window .* 4 tokens, .*padding inside a document",
@@ -77,6 +71,23 @@ REFUSED = {
     **{
         text: (lambda text=text: ra.patch_model(make("llama"), text), OF_HEADS.format(heads))
         for text, heads in {"kv0-1=exact;kv2=window:4": 3, "kv0=window:4": 1, "kv0-3=window:4": 4}.items()
+    },
+    **{
+        f"pattern {pattern}": (lambda pattern=pattern: ra.patch_config(tiny_config("llama"), pattern), said)
+        for pattern, said in (
+            (None, "pattern must be a Pattern, or its text .*, got None"),
+            (PATTERN.to_dict(), "pattern must be a Pattern, or its text .*, got {'pattern'"),
+        )
+    },
+    **{
+        f"layers {layers}": (
+            lambda layers=layers: ra.patch_config(tiny_config("llama"), PATTERN, layers),
+            rf"layers must be integers among 0\.\.1, got {said}" if said else "layers is empty",
+        )
+        for layers, said in (
+            ([], ""), ([0, 2], "2"), (range(10**12), "2"), ([np.int64(1)], ".*1"), ([-1], "-1"), ([True], "True"),
+            (["0"], "'0'"),
+        )
     },
     "a cache that drops keys": (
         lambda: greedy(model := windows_by_layer(), DynamicCache(config=model.config)),
@@ -96,19 +107,18 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     call, said = REFUSED[name]
-    if said is None:
-        call()
-    else:
-        refused(said, call, error=(ValueError, NotImplementedError))
+    refused(said, call, error=(ValueError, NotImplementedError))
 
 
-def test_nothing_of_a_refused_pass_stays_behind():
-    model = make("llama")
+def test_nothing_of_what_is_refused_stays_behind():
+    model, config = make("llama"), tiny_config("llama")
     expected = model(IDS).logits
-    refused("output_attentions=True", model, input_ids=IDS, output_attentions=True)
+    refused("output_attentions=True", model, IDS, output_attentions=True)
     assert torch.equal(model(IDS).logits, expected)
-    patched = ra.patch_model(windows_by_layer())
-    assert greedy(patched, DynamicCache()).shape == (2, 12)
+    refused("layers is empty", ra.patch_config, config, PATTERN, layers=[])
+    assert not hasattr(config, "ring_dilated")
+    assert greedy(windows_by_layer(), DynamicCache()).shape == (2, 12)
+    on_ranks(lambda ring, model: refused(SQUARE, model, IDS, attention_mask=WIDE), lambda: make("llama"))
 
 
 def test_arguments_that_a_later_transformers_could_pass():
@@ -132,27 +142,6 @@ def test_arguments_that_a_later_transformers_could_pass():
         model.model.layers[1].self_attn.__class__ = kind
         said = rf"{kind.__name__}: layer 1 came with temperatures, which would"
         refused(said, model, input_ids=IDS, error=NotImplementedError)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"pattern": None}, "pattern must be a Pattern, or its text .*, got None"),
-        ({"pattern": PATTERN.to_dict()}, "pattern must be a Pattern, or its text .*, got {'pattern'"),
-        ({"pattern": PATTERN, "layers": []}, "layers is empty"),
-        *(
-            ({"pattern": PATTERN, "layers": layers}, rf"layers must be integers among 0\.\.1, got {said}")
-            for layers, said in (
-                ([0, 2], "2"), (range(10**12), "2"), ([np.int64(1)], ".*1"), ([-1], "-1"), ([True], "True"), (["0"], "'0'"),
-            )
-        ),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_patch_config(settings, message):
-    config = tiny_config("llama")
-    refused(message, ra.patch_config, config, **settings)
-    assert not hasattr(config, "ring_dilated"), "a refused config is left as it was"
 
 
 class Logits(torch.nn.Module):
@@ -190,6 +179,7 @@ def said(rank, traced):
 
 
 @pytest.mark.own_dtypes  # nothing is compiled if tests.support.tolerance turns float32 into float64
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("traced", TRACED)
 def test_tracing_is_refused_by_name(traced):
     (text,) = run_ranks(said, 1, traced)

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from transformers import AutoModelForCausalLM, EuroBertConfig, EuroBertForMaskedLM
+from transformers import AutoModelForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.model.wrappers import cache_argument
 from tests.support.ranks import run_ranks
 from tests.support.releases import at_least
-from tests.support.tiny_models import draw, tiny_model
+from tests.support.tiny_models import tiny_model
 from tests.support.tolerance import assert_exact, float64
 
 #: Earlier releases divide vocabularies of an even number alone.
@@ -40,16 +40,13 @@ def folder(tmp_path_factory):
         for name in TYPES:
             tiny_model(name, "eager", **SIZES).save_pretrained(folder / name)
         ra.patch_model(tiny_model("llama", "eager", **SIZES), BY_HEAD).save_pretrained(folder / "patched")
-        sizes = {"hidden_size": 32, "head_dim": 8, "intermediate_size": 64, "num_hidden_layers": 2}
-        encoder = EuroBertForMaskedLM(EuroBertConfig(**SIZES, **sizes, pad_token_id=0, mask_token_id=3))
-        draw(encoder)
-        encoder.save_pretrained(folder / "encoder")
     return folder
 
 
-def loaded(folder, model_class=AutoModelForCausalLM, **sizes):
+def loaded(folder, **sizes):
     ways = {"distributed_config": DistributedConfig(**sizes)} if sizes else {}
-    return model_class.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager", **ways).eval()
+    ways |= {"dtype": torch.float64, "experts_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(folder, **ways).eval()
 
 
 def drawn(rows, tokens, seed=0):
@@ -98,9 +95,9 @@ def assert_alike(found, expected, what):
 # ---- two ranks with half of the heads each
 
 
-def compare(folder, pattern, *works, **options):
+def compare(folder, pattern, *works):
     """Compares one process, which has all heads, with two."""
-    models = [loaded(folder, **options), loaded(folder, tp_size=2, **options)]
+    models = [loaded(folder), loaded(folder, tp_size=2)]
     if pattern is not None:
         models = [ra.patch_model(model, pattern) for model in models]
     for work in works:
@@ -123,12 +120,6 @@ def other_ways(rank, folder):
     ids, llama, places = drawn(2, 30), folder / "llama", torch.arange(30)
     mask = torch.stack([places >= 9, places < 19]).long()  # padded at the left, and at the right
     compare(llama, BY_HEAD, partial(outputs, input_ids=ids, attention_mask=mask, use_cache=False))
-    compare(
-        folder / "encoder",
-        BY_HEAD,
-        partial(outputs, input_ids=ids, attention_mask=mask),
-        model_class=EuroBertForMaskedLM,
-    )
     # A model that is loaded with its pattern was never patched.
     compare(folder / "patched", None, partial(outputs, input_ids=ids, use_cache=False))
     ways = {"cache_implementation": "static"}, {"num_beams": 2}, {"prefill_chunk_size": 7}
@@ -169,7 +160,7 @@ def on_two(rank, folder):
 
 
 def test_two_ranks_compute_what_one_process_does_or_refuse(folder):
-    """Each pattern; padding, encoders, saved patterns, caches and losses; and what cannot be right."""
+    """Patterns and types; padding, saved patterns, caches and losses; and what cannot be right."""
     run_ranks(on_two, 2, folder)
 
 

@@ -26,9 +26,6 @@ from .alike import assert_alike, refused
 pytestmark = pytest.mark.usefixtures("in_float64")
 
 TOKENS = 21
-#: Patterns of all kinds; the last one has another pattern for each head.
-PATTERNS = ("exact", "window:6+2", "pyramid:4,2", "longnet:4/1,8/2", ra.Pattern.by_kv_head(["window:6+2", "exact"]))
-RINGS = {"transport": "ring"}, {"transport": "collective"}, {"transport": "heads", "world_size": 2}
 
 
 def rows(kind, model_type="llama"):
@@ -60,12 +57,8 @@ def model_of(auto, model_type, pattern="exact", ring=None, **changes):
     return ra.patch_model(model.eval(), pattern, ring=ring)
 
 
-def windowed():
-    return model_of(AutoModelForCausalLM, "llama", "window:6+2")
-
-
-def plain():
-    return model_of(AutoModelForCausalLM, "llama")
+def plain(pattern="exact"):
+    return model_of(AutoModelForCausalLM, "llama", pattern)
 
 
 def results(model, call):
@@ -129,7 +122,6 @@ def hidden(ids, mask):
 
 #: By the name of a head: the class of its models, changes of their configs, and the arguments of a call by its ids and mask.
 HEADS = {
-    "tokens that follow": (AutoModelForCausalLM, {}, learned),
     "hidden states": (AutoModelForCausalLM, {}, hidden),
     **{f"kept logits {keep}": (AutoModelForCausalLM, {}, kept(keep)) for keep in (1, 5, 24, torch.tensor([-1, 4, 0]))},
     **{f"shifted labels {items}": (AutoModelForCausalLM, {}, counted(items)) for items in (7, torch.tensor(11))},
@@ -154,40 +146,32 @@ HEADS = {
     ),
     "none, and a pooler": (AutoModel, {"is_decoder": False}, lambda ids, mask: {"output_hidden_states": True}),
 }  # fmt: skip
-#: The head, the type, the rows, the pattern, and the ring.
+#: The head, the type, the rows, and the ring; each two losses of each type are in tests/hf/test_on_use.py.
 CASES = [
-    ("tokens that follow", "llama", "left", PATTERNS[2], RINGS[2]),
-    ("tokens that follow", "llama", "left", PATTERNS[4], RINGS[1]),
     # Some ranks have nothing but padding.
-    ("hidden states", "llama", 1, "window:6+2", {"world_size": 4}),
-    ("tokens that follow", "llama", 5, "window:6+2", {"world_size": 4}),
-    # Scaled logits, and a head of several layers.
-    *(("tokens that follow", model_type, "right", None, {"world_size": 2}) for model_type in ("granite", "bert")),
+    *(("hidden states", "llama", length, {"world_size": 4}) for length in (1, 5)),
+    *(("hidden states", model_type, "left", {"layout": "zigzag"}) for model_type in ("opt", "roberta", "biogpt")),
+    *((head, "llama", "left", {}) for head in HEADS if "kept" in head),
+    *((head, "llama", "right", {}) for head in HEADS if "shifted" in head),
     *(
-        ("hidden states", model_type, kind, "window:6+2", {"layout": "zigzag", "world_size": 2})
-        for model_type, kind in {"llama": "plain", "opt": "left", "gpt2": "packed", "roberta": "left", "biogpt": "left"}.items()
+        (head, model_type, "right", {"world_size": 2}) for head, model_type in [
+            ("sequences", "llama"), ("sequences", "bert"), ("rewards", "qwen3"), ("tokens", "modernbert"),
+            ("answers", "bert"), ("masked tokens", "roberta"), ("none, and a pooler", "bert"),
+        ]
     ),
-    *((head, "llama", "left", "window:6+2", {}) for head in HEADS if "kept" in head),
-    *((head, "llama", "right", "window:6+2", {}) for head in HEADS if "shifted" in head),
-    *(
-        (head, model_type, "right", "window:6+2", {"world_size": 2}) for head, types in {
-            "sequences": "llama bert", "rewards": "qwen3", "tokens": "modernbert", "answers": "bert",
-            "masked tokens": "roberta", "none, and a pooler": "bert",
-        }.items() for model_type in types.split()
-    ),
-    ("sequences", "llama", "left", "window:6+2", {"world_size": 2}),
+    ("sequences", "llama", "left", {"world_size": 2}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("head", "model_type", "kind", "pattern", "settings"), CASES, ids=[" ".join(map(str, case[:4])) for case in CASES]
+    ("head", "model_type", "kind", "settings"), CASES, ids=lambda x: x if isinstance(x, str) else ""
 )
-def test_a_ring_returns_what_one_device_does(head, model_type, kind, pattern, settings):
+def test_a_ring_returns_what_one_device_does(head, model_type, kind, settings):
     auto, changes, arguments = HEADS[head]
     inputs, mask = rows(kind, model_type)
     options = arguments(inputs["input_ids"], mask)
     check_over_ring(
-        functools.partial(model_of, auto, model_type, pattern, **changes),
+        functools.partial(model_of, auto, model_type, "window:6+2", **changes),
         lambda model: model(**inputs, **options),
         valid=None if auto is AutoModelForCausalLM and head != "hidden states" else mask,
         **settings,
@@ -241,7 +225,7 @@ def test_caches_that_were_not_formed_say_so_when_they_are_used():
         said = r"this output has no cache: .*use_cache=True"
         refused(said, model, inputs["input_ids"][:, :1], **cache, error=RuntimeError)
 
-    on_ranks(work, windowed)
+    on_ranks(work, plain)
 
 
 # ---- calls that differ
@@ -354,10 +338,9 @@ def moved(ring, call):
     return ring.traffic().received_bytes
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_bytes_of_joining_are_those_of_their_formulas(world_size):
+def test_bytes_of_joining_are_those_of_their_formulas():
     """Per rank: p - 1 parts of hidden states, of a few tokens, or of fields; p - 1 sums of losses; and no objects."""
-    inputs, mask = rows("right")
+    world_size, (inputs, mask) = 3, rows("right")
     labels = learned(inputs["input_ids"], mask)["labels"]
     pytest.importorskip("trl")
     from trl.trainer.utils import add_fused_lm_head
@@ -387,5 +370,5 @@ def test_bytes_of_joining_are_those_of_their_formulas(world_size):
             "fields": others * 2 * local * (2 * 8 + 1),
         }
 
-    for found, expected in on_ranks(work, windowed, world_size, layout="zigzag"):
+    for found, expected in on_ranks(work, lambda: plain("window:6+2"), world_size, layout="zigzag"):
         assert found == expected
