@@ -74,6 +74,12 @@ def test_plain_masks():
         said = tokens_of(torch.tensor([[0, 1, 1], [1, 1, 0]]).to(dtype))
         assert said.documents == (((1, 3),), ((0, 2),))
         assert said.causal is None and said.own is None
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            mask = torch.ones(1, 8)
+            assert tokens_of(mask).documents == (((0, 8),),)
+            mask[0, :3] = 0  # A mask that is edited is read again.
+            assert tokens_of(mask).documents == (((3, 8),),)
     assert tokens_of(None).documents is None
 
 
@@ -91,15 +97,6 @@ def test_padding_inside_a_row_leaves_its_tokens_alone(pattern):
         found.square().sum().backward()
         answers.append([found.detach(), *(x.grad.clone() for x in model.parameters())])
     assert max(distance(*pair) for pair in zip(*answers)) <= EXACT
-
-
-def test_a_plain_mask_that_is_edited_is_read_again():
-    for context in (torch.no_grad, torch.inference_mode):
-        with context():
-            mask = torch.ones(1, 8)
-            assert tokens_of(mask).documents == (((0, 8),),)
-            mask[0, :3] = 0
-            assert tokens_of(mask).documents == (((3, 8),),)
 
 
 def test_a_pass_that_ctrl_c_ended_leaves_nothing_behind():
