@@ -83,8 +83,9 @@ def test_every_pair_is_that_of_eager_attention(settings):
 
 @pytest.mark.parametrize("wrong", ["a window that is too short by a token", "documents that see each other"])
 def test_what_is_wrong_is_noticed(wrong):
-    case = case_of("mistral", "flattening", "exact", "train", None, "")
+    case = case_of("mistral", "restarts", "exact", "train", None, "patched")
     batch = case.batches[0]
+    assert len(batch.documents[0]) > 1 and "seq_idx" not in batch.inputs
     if wrong.startswith("documents"):
         positions = torch.arange(batch.shape[1]).expand(batch.shape)
         joined = {**batch.inputs, "position_ids": positions}
