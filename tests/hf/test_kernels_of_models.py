@@ -10,7 +10,7 @@ from transformers import DynamicCache
 import hf_ring_attention as ra
 from hf_ring_attention.compute.kernels import Math
 from hf_ring_attention.hf.model.wrappers import cache_argument
-from tests.hf.alike import assert_on_ranks, refused
+from tests.hf.alike import assert_on_ranks
 from tests.support.ranks import on_ranks
 from tests.support.tiny_models import VOCAB, tiny_model
 from tests.support.tolerance import assert_exact
@@ -94,16 +94,3 @@ def test_rows_that_each_rank_computes_whole(by_math):
     of_one = len(by_math)
     on_ranks(work, windowed, 2, kernel="math")
     assert len(by_math) == 3 * of_one > 0
-
-
-def test_a_kernel_that_contradicts_the_ring():
-    ring = ra.Ring.alone(kernel="math")
-    said = "got kernel='flash' and a ring with kernel='math': make the ring with it"
-    refused(said, ra.patch_model, model(), ring=ring, kernel="flash")
-    refused(r"patch_model: kernel must be one of 'auto', .*, got 'triton'", ra.patch_model, model(), kernel="triton")
-    assert ra.patch_model(model(), ring=ring, kernel="math") is not None
-
-
-def test_kernels_that_a_cpu_does_not_have():
-    said = r"kernel='flash' cannot compute this call: it computes on CUDA devices"
-    refused(said, outputs, ra.patch_model(model(), "window:4+1", kernel="flash"), ids())

@@ -33,10 +33,10 @@ from hf_ring_attention.hf.model.config import warn_once
 from hf_ring_attention.hf.model.wrappers import runner_of
 from tests.hf.alike import assert_on_ranks, refused
 from tests.support.probe import batch
-from tests.support.ranks import on_ranks, run_ranks, run_simulated
+from tests.support.ranks import on_ranks, run_simulated
 from tests.support.releases import skip_without
 from tests.support.threads import in_threads
-from tests.support.tiny_models import CAUSAL_TYPES, NOT_BUILT, tiny_config, tiny_model
+from tests.support.tiny_models import CAUSAL_TYPES, NOT_BUILT, tiny_model
 from tests.support.tolerance import EXACT, allowed, assert_exact, distance, float64
 
 VOCAB, WIDTH, LENGTH = 97, 32, 21
@@ -93,23 +93,8 @@ class Own(LlamaForCausalLM):
         return CausalLMOutput(loss=self.loss_of(call), logits=call.logits)
 
 
-class _Product(torch.autograd.Function):
-    """Computes without announcing its operations, as fused kernels do."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return (x @ weight.mT).square().sum()
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        of_product = 2 * grad * (x @ weight.mT)
-        return of_product @ weight, of_product.flatten(0, 1).mT @ x.flatten(0, 1)
-
-
 class _Scaled(torch.autograd.Function):
-    """Returns its input, or a copy of it, and scales gradients."""
+    """Returns its input, or a copy of it, and scales gradients, without announcing operations, as fused kernels do."""
 
     @staticmethod
     def forward(ctx, x, factor, copies=False):
@@ -160,13 +145,7 @@ LOSSES = {
 #: Losses for which whole logits are formed.
 FORMING = {
     "term of logits": lambda call: call.loss() + 0.01 * call.logits.logsumexp(-1).pow(2).mean(),
-    "reversed gradients of logits": lambda call: call.loss(_Scaled.apply(call.logits, -2)),
     "reentrant head": lambda call: call.loss(checkpoint(call.model.lm_head, call.hidden, use_reentrant=True)),
-    "own function": lambda call: (
-        call.loss()
-        + 1e-3
-        * (_Product.apply(call.hidden, call.model.lm_head.weight) + _Product.apply(call.logits, torch.eye(VOCAB)))
-    ),
 }
 
 
@@ -175,14 +154,6 @@ def trained_temperature(call):
     logits = logits.masked_fill(torch.arange(VOCAB) == 5, -30.0)
     logits.div_(1.5)
     return call.loss(logits)
-
-
-def scaled_by_confidence(call):
-    logits = call.logits
-    with torch.no_grad():
-        share = (logits.max(-1).values > 1).double().mean()
-        target = logits / 2  # A value that was computed without gradients stays one.
-    return call.loss() * share + F.mse_loss(logits, target)
 
 
 def hooks_that_look(call):
@@ -201,12 +172,6 @@ def hooks_that_change(call):
     """Hooks that change the output layer's input and output run once."""
     with call.hooks(lambda module, args: (args[0] * 2,), lambda module, args, output: output / 3):
         return call.loss()
-
-
-def picked_tokens(call):
-    valid = call.labels != -100
-    picked, twice = call.model.lm_head(call.hidden[valid]), call.logits[:, [0, 3, 3]]
-    return F.cross_entropy(picked, call.labels[valid]) + twice.square().mean()
 
 
 def hooks_of_tensors(call):
@@ -295,13 +260,6 @@ def odd_arguments(call):
     return F.cross_entropy(logits.reshape(-1, VOCAB), call.labels.flatten()) + values.pow(2).mean()
 
 
-def checkpointed_terms(call):
-    values = (call.logits, call.hidden)
-    return call.loss() + sum(
-        checkpoint(lambda x: x.logsumexp(-1).pow(2).mean(), x, use_reentrant=False) for x in values
-    )
-
-
 def kept_for_backward(call):
     """A function saves logits that are formed later, by a view that is older."""
     view = call.logits[:, 1:]
@@ -329,23 +287,13 @@ def written_behind_the_logits(call):
     return sum(losses) + head(view).pow(2).mean()
 
 
-def views_without_gradients(call):
-    hidden, head = call.hidden, call.model.lm_head
-    with torch.no_grad():
-        rows = hidden[:1]
-    with torch.inference_mode():
-        share = float(_Scaled.apply(hidden * 2, -2).mean()) + float(hidden.abs().mean())
-    loss = rows[:, 2:].pow(2).mean() + F.cross_entropy(head(rows[0, 1:]), call.labels[0, 1:])
-    return (loss + hidden[0].flip(0).pow(2).mean()) * (1 + share) + call.loss()
-
-
 #: Values of hidden states in functions that torch does not announce are ordinary tensors, and so are their logits.
-UNFORMED = hooks_that_look, hooks_that_change, hooks_of_tensors, copies_and_views, views_without_gradients
+UNFORMED = hooks_that_look, hooks_that_change, hooks_of_tensors, copies_and_views
 LOSSES |= {loss.__name__: loss for loss in UNFORMED}
 FORMING |= {
     loss.__name__: loss for loss in (
-        trained_temperature, scaled_by_confidence, picked_tokens, kept_gradients,
-        written_in_place, other_orders, gradients_of_parts, scales_of_weights, odd_arguments, checkpointed_terms,
+        trained_temperature, kept_gradients,
+        written_in_place, other_orders, gradients_of_parts, scales_of_weights, odd_arguments,
         kept_for_backward, written_behind_the_logits,
     )
 }  # fmt: skip
@@ -354,24 +302,24 @@ LOSSES |= FORMING
 
 def stock(config, dtype=None):
     """A model of a config with large weights, the same at every call."""
-    with torch.random.fork_rng(devices=[]):
+    return larger(lambda: AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")).to(
+        dtype
+    )
+
+
+def larger(make):
+    """The model that make() gives of one seed, with large weights."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
-    return larger(model).to(dtype).eval()
-
-
-def larger(model):
-    with torch.no_grad():
+        model = make()
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(4)
-    return model
+    return model.eval()
 
 
 def own_model(loss="rolled"):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = larger(Own._from_config(LLAMA, attn_implementation="eager")).eval()
+    model = larger(lambda: Own._from_config(LLAMA, attn_implementation="eager"))
     model.loss_of = LOSSES.get(loss, loss)
     return model
 
@@ -424,18 +372,15 @@ def test_a_forward_of_the_users_own(name, caplog):
     assert caplog.text.count(WARNING) == (name in FORMING)
 
 
+WITHOUT_LABELS = "call the model without labels, and compute the loss"
+
+
 @in_float64
 @pytest.mark.parametrize(
     ("ask", "error"),
     [
-        (
-            lambda loss, call: torch.autograd.grad(loss, call.hidden, allow_unused=True),
-            "call the model without labels, and compute the loss",
-        ),
-        (
-            lambda loss, call: call.hidden.register_hook(lambda grad: 2 * grad),
-            "call the model without labels, and compute the loss",
-        ),
+        (lambda loss, call: torch.autograd.grad(loss, call.hidden, allow_unused=True), WITHOUT_LABELS),
+        (lambda loss, call: call.hidden.register_hook(lambda grad: 2 * grad), WITHOUT_LABELS),
         (
             lambda loss, call: torch.autograd.grad(loss, call.model.model.norm.weight, create_graph=True),
             "gradients of gradients",
@@ -447,15 +392,15 @@ def test_gradients_that_cannot_be_had_are_refused(ask, error):
     refused(error, model, **tokens(), error=NotImplementedError)
 
 
-def test_fsdp_forms_no_logits():
+def test_fsdp_forms_no_logits(ranks):
     """It asks the outputs of a model for facts, and gives them hooks; Accelerate shards the output layer by itself."""
-    run_ranks(_with_fsdp, 2)
+    ranks.run(_with_fsdp, 2)
 
 
 def _with_fsdp(rank):
     with float64():
         expected = step(stock(LLAMA), tokens())
-        for freed, apart in ((None, False), (True, False), (None, True), (True, True)):
+        for freed, apart in ((None, False), (True, True)):
             model = ra.patch_model(stock(LLAMA), "exact", ring=ra.Ring())
             for part in (*model.model.layers, *[model.lm_head] * apart, model):
                 fully_shard(part, reshard_after_forward=freed)
@@ -466,8 +411,7 @@ def _with_fsdp(rank):
 
 
 @in_float64
-@pytest.mark.parametrize("items", [None, 0])
-@pytest.mark.parametrize("name", ["rolled", "trained_temperature", "term of logits"])
+@pytest.mark.parametrize(("name", "items"), [("rolled", None), ("trained_temperature", 0), ("term of logits", None)])
 def test_a_step_without_labels_changes_no_weight(name, items):
     """A mean of no losses is NaN, and the gradient of each token's loss is 0, as in torch's cross entropy.
 
@@ -480,21 +424,19 @@ def test_a_step_without_labels_changes_no_weight(name, items):
     def work(ring, model):
         return step(model, inputs, ring), step(model, tokens(), ring)
 
-    for world_size in (1, 2):
-        for found, again in on_ranks(work, lambda: own_model(name), world_size):
-            assert found[0].isnan()
-            for parameter, x in expected[1].items():
-                assert torch.allclose(found[1][parameter], x, rtol=1e-9, atol=1e-14), parameter
-            assert_same(again, behind)
+    for found, again in on_ranks(work, lambda: own_model(name)):
+        assert found[0].isnan()
+        for parameter, x in expected[1].items():
+            assert torch.allclose(found[1][parameter], x, rtol=1e-9, atol=1e-14), parameter
+        assert_same(again, behind)
 
 
 def with_two_losses(model):
-    """The model, whose forward of the user's own computes two losses from the logits of Transformers' forward."""
+    """The model, whose forward of the user's own adds a loss of the logits to that of Transformers' forward."""
 
     def forward(self, *args, labels=None, **kwargs):
-        output = kind.forward(self, *args, **kwargs)
-        losses = [self.loss_function(output.logits, x, output.logits.shape[-1]) for x in (labels, labels.roll(-1, 1))]
-        output.loss = losses[0] + 0.3 * losses[1]
+        output = kind.forward(self, *args, labels=labels, **kwargs)
+        output.loss = output.loss + 0.3 * self.loss_function(output.logits, labels.roll(-1, 1), output.logits.shape[-1])
         return output
 
     kind = type(model)
@@ -506,10 +448,10 @@ KNOWN = {x.model_type: x for x in ra.supported_models()}
 
 
 @in_float64
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(16)
 @pytest.mark.parametrize("model_type", CAUSAL_TYPES)
 def test_every_type_with_two_losses(model_type):
-    """On one process and on a ring of 2, whatever the model does to its logits."""
+    """On one process and on a ring of 2, whatever the model does to its logits; no decoder holds the output layer."""
     skip_without(model_type)
     if model_type in NOT_BUILT or model_type not in KNOWN or KNOWN[model_type].status != "supported":
         pytest.skip("ring_dilated does not compute this type")
@@ -519,19 +461,10 @@ def test_every_type_with_two_losses(model_type):
     def make():
         return with_two_losses(tiny_model(model_type, "eager"))
 
-    expected = step(make(), call)
+    model = make()
+    head, expected = model.get_output_embeddings(), step(model, call)
+    assert head is None or all(module is not head for module in runner_of(model).modules())
     over_rings(make, call, lambda found: assert_same(found, expected), (1, 2) if KNOWN[model_type].ring else (1,))
-
-
-@pytest.mark.parametrize("model_type", CAUSAL_TYPES)
-def test_the_decoder_never_holds_the_output_layer(model_type):
-    if model_type in NOT_BUILT:
-        pytest.skip(NOT_BUILT[model_type])
-    with torch.device("meta"):  # Weights take time.
-        model = AutoModelForCausalLM.from_config(tiny_config(model_type))
-    head = model.get_output_embeddings()
-    if KNOWN[model_type].status == "supported" and head is not None:
-        assert all(module is not head for module in runner_of(model).modules())
 
 
 @in_float64
@@ -562,6 +495,7 @@ CONFIGS = {
 
 
 @pytest.mark.own_dtypes
+@pytest.mark.drawn
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_scales_and_caps_in_any_dtype(name, dtype):
@@ -640,20 +574,17 @@ def test_logits_serve_as_a_tensor_does(caplog):
 
 
 @in_float64
-def test_a_loss_of_the_caller_is_computed_in_slices(monkeypatch):
+def test_a_loss_of_the_caller_is_computed_in_slices(caplog):
     """Logits of a call with labels, in a loss behind the call; none are formed."""
-    formed = []
-    monkeypatch.setattr(Values, "of_tokens", lambda *args: formed.append(args))
-    ids = tokens()["input_ids"]
+    warn_once.cache_clear()
+    ids = tokens()["input_ids"][:, 1:].reshape(-1)
 
     def loss_of(model):
-        logits = model(**tokens()).logits
-        return F.cross_entropy(
-            logits[:, :-1].reshape(-1, VOCAB) / 0.7, ids[:, 1:].reshape(-1), reduction="sum"
-        ).detach()
+        logits = model(**tokens()).logits[:, :-1].reshape(-1, VOCAB)
+        return F.cross_entropy(logits / 0.7, ids, reduction="sum").detach()
 
     assert_on_ranks(lambda ring, model: loss_of(model), own_model, loss_of(own_model()))
-    assert not formed
+    assert WARNING not in caplog.text
 
 
 @in_float64
@@ -678,17 +609,17 @@ def test_one_model_in_several_threads():
 
     def work(number):
         with float64(), torch.no_grad() if number % 2 else contextlib.nullcontext():
-            for _ in range(10):
+            for _ in range(4):
                 assert model(**tokens()).loss.item() == pytest.approx(expected, rel=EXACT)
 
     in_threads(work, 4)
 
 
 @pytest.mark.own_dtypes
-def test_losses_of_liger():
+def test_losses_of_liger(ranks):
     """Its fused loss reads hidden states and the weight of the output layer, in Triton's interpreter."""
     pytest.importorskip("liger_kernel")
-    run_ranks(_with_liger, 2)
+    ranks.run(_with_liger, 2)
 
 
 def _with_liger(rank):

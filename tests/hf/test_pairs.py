@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -78,3 +79,19 @@ def test_every_pair_is_there():
 def test_every_pair_is_that_of_eager_attention(settings):
     case = case_of(**settings)
     assert compared(case, found_by(case)) == "equal" or case.refusable
+
+
+@pytest.mark.parametrize("wrong", ["a window that is too short by a token", "documents that see each other"])
+def test_what_is_wrong_is_noticed(wrong):
+    case = case_of("mistral", "restarts", "exact", "train", None, "patched")
+    batch = case.batches[0]
+    assert len(batch.documents[0]) > 1 and "seq_idx" not in batch.inputs
+    if wrong.startswith("documents"):
+        positions = torch.arange(batch.shape[1]).expand(batch.shape)
+        joined = {**batch.inputs, "position_ids": positions}
+        other = replace(case, batches=(replace(batch, inputs=joined),))
+    else:
+        case, other = (replace(case, changes={"sliding_window": window}) for window in (3, 2))
+    assert compared(case, found_by(case)) == "equal"
+    with pytest.raises(AssertionError, match="errors"):
+        compared(case, found_by(other))

@@ -19,13 +19,13 @@ from hf_ring_attention.hf.model.wrappers import _warn_of_lost_ring, cache_argume
 from hf_ring_attention.plan.kept import cache_rows
 from tests.fuzz import run_many
 from tests.hf.alike import assert_on_ranks, refused
-from tests.support.cache_cases import TYPES, CacheCase, run_cache_case
-from tests.support.tiny_models import VOCAB, tiny_config, tiny_model
+from tests.support.cache_cases import CacheCase, run_cache_case
+from tests.support.tiny_models import VOCAB, tiny_model
 from tests.support.tolerance import EXACT, distance
 
 pytestmark = pytest.mark.own_dtypes  # float64 if a case says so
 
-CASES = 25
+CASES = 16
 
 
 def ids_of(batch, length, seed=1):
@@ -108,7 +108,6 @@ def test_generate_uses_it_by_itself(caplog):
 @pytest.mark.parametrize(
     ("pattern", "options", "kind"),
     [
-        ("window:4+2", {}, ra.PatternCache),
         ("kv0=exact;kv1=window:4", {}, ra.PatternCache),
         ("exact", {}, ra.PatternCache),
         ("window:4+2", {"cache_implementation": "dynamic"}, DynamicCache),
@@ -116,9 +115,8 @@ def test_generate_uses_it_by_itself(caplog):
     ],
 )
 def test_what_decides_the_cache_of_generate(pattern, options, kind):
-    for model in (llama(pattern), copy.deepcopy(llama(pattern))):
-        output = greedy(model, ids_of(1, 9), return_dict_in_generate=True, **options)
-        assert type(cache_in(output)) is kind
+    output = greedy(copy.deepcopy(llama(pattern)), ids_of(1, 9), return_dict_in_generate=True, **options)
+    assert type(cache_in(output)) is kind
 
 
 def test_a_model_that_is_loaded_by_name_and_other_contexts(tmp_path):
@@ -150,7 +148,7 @@ def test_bytes_follow_the_formula(pattern):
     cache = ra.PatternCache(model)
     step(model, ids_of(2, 100), cache)
     config, before = model.config, cache.nbytes
-    for n in range(101, 300):
+    for n in range(101, 240):
         step(model, ids_of(2, 1, seed=n), cache)
         rows = cache_rows(ra.Pattern.parse(pattern), config.num_key_value_heads, n)
         expected = rows * config.num_hidden_layers * 2 * 2 * config.head_dim * 4
@@ -167,13 +165,13 @@ def test_memory_is_flat_over_many_tokens():
     cache = ra.PatternCache(model)
     step(model, ids_of(1, 30), cache)
     sizes = []
-    for n in range(600):
+    for n in range(150):
         model.model(one, use_cache=True, position_ids=torch.tensor([[30 + n]]), **cache_argument(cache))
-        if n % 200 == 199:
+        if n % 50 == 49:
             gc.collect()
             sizes.append((cache.nbytes, sum(isinstance(x, torch.Tensor) for x in gc.get_objects())))
     assert len({*sizes}) == 1
-    assert cache.get_seq_length() == 630
+    assert cache.get_seq_length() == 180
     assert cache.num_rows == 10
 
 
@@ -188,21 +186,6 @@ def test_a_prompt_leaves_only_its_rows():
 # ---- turns, copies, lengths
 
 
-def test_several_turns_and_copies_of_a_prompt():
-    model, whole = llama(), ids_of(1, 30)
-    cache = ra.PatternCache(model)
-    step(model, whole[:, :20], cache)
-    kept = copy.deepcopy(cache)
-    for _ in range(2):  # The copy is not changed by what the other one reads.
-        for stop in (24, 30):
-            found = greedy(model, whole[:, :stop], cache, max_new_tokens=3, min_new_tokens=3)
-            expected = greedy(model, whole[:, :stop], max_new_tokens=3, min_new_tokens=3, use_cache=False)
-            assert torch.equal(found, expected)
-            whole = torch.cat([found, ids_of(1, 9, seed=stop)], 1)[:, :30] if stop == 24 else whole
-        cache = copy.deepcopy(kept)
-        whole = ids_of(1, 30)
-
-
 def test_cropping():
     model, ids = llama(), ids_of(2, 40)
     cache = ra.PatternCache(model)
@@ -210,31 +193,32 @@ def test_cropping():
     step(model, ids[:, 20:25], cache)
     cache.crop(-3)  # tokens of the last call
     assert cache.get_seq_length() == 22
-    found = step(model, ids[:, 22:24], cache)
-    expected = model(ids[:, :24]).logits[:, 22:]
-    assert distance(found, expected) <= EXACT
+
+    def alike(start, stop):
+        found = step(model, ids[:, start:stop], cache)
+        assert distance(found, model(ids[:, :stop]).logits[:, start:]) <= EXACT
+
+    alike(22, 24)
     refused(r"rows that 12 tokens see were dropped, of 24 tokens: call cache.activate_past", cache.crop, -12)
-    assert cache.get_seq_length() == 24
     cache.activate_past_recording()
     for n in range(24, 34):
-        step(model, ids[:, n : n + 1], cache)
+        alike(n, n + 1)
     cache.crop(-10)
-    assert distance(step(model, ids[:, 24:30], cache), model(ids[:, :30]).logits[:, 24:]) <= EXACT
+    alike(24, 30)
     cache.crop(27 - 30)
     refused("crop takes minus the number of tokens to remove, got 27", cache.crop, 27)
-    assert cache.get_seq_length() == 27
-    assert distance(step(model, ids[:, 27:28], cache), model(ids[:, :28]).logits[:, 27:]) <= EXACT
-    step(model, ids[:, 28:29], cache)  # The rows that recording has kept are dropped.
+    alike(27, 28)
+    alike(28, 29)  # The rows that recording has kept are dropped.
     cache.crop(-1)
-    assert distance(step(model, ids[:, 28:30], cache), model(ids[:, :30]).logits[:, 28:]) <= EXACT
+    alike(28, 30)
     cache.reset()
     assert cache.get_seq_length() == cache.nbytes == 0
-    assert distance(step(model, ids[:, :9], cache), model(ids[:, :9]).logits) <= EXACT
+    alike(0, 9)
 
 
 def test_recording_ends_at_the_next_crop():
     """Only the call behind it is recorded too, so that drafts can go back by any number of tokens."""
-    model, ids = llama(), ids_of(1, 140)
+    model, ids = llama(), ids_of(1, 100)
     cache = ra.PatternCache(model)
     step(model, ids[:, :20], cache)
     step(model, ids[:, 20:21], cache)
@@ -245,7 +229,7 @@ def test_recording_ends_at_the_next_crop():
     cache.crop(-10)
     step(model, ids[:, 20:90], cache)  # as many as a plan computes
     cache.crop(-65)
-    for n in range(25, 140):
+    for n in range(25, 100):
         found = step(model, ids[:, n : n + 1], cache)
     assert distance(found, model(ids).logits[:, -1:]) <= EXACT
     assert not cache.recording and cache.num_rows == 6 and cache.nbytes == nbytes
@@ -255,35 +239,30 @@ def test_recording_ends_at_the_next_crop():
 def test_cropping_of_hybrids(model_type):
     """Recurrent states are kept where recording begins; convolutions are recorded."""
     model, ids = ra.patch_model(tiny_model(model_type, "eager").double(), "window:4+2"), ids_of(2, 20)
-    cache = ra.PatternCache(model)
+    cache, recurrent = ra.PatternCache(model), model_type == "jamba"
     step(model, ids[:, :12], cache)
     refused("no state behind 11 tokens is kept, of 12 tokens: call cache.activate_past_rec", cache.crop, -1)
     cache.crop(0)
     cache.activate_past_recording()
     step(model, ids[:, 12:16], cache)
-    if model_type == "jamba":
+    if recurrent:
         refused("no state behind 14 tokens is kept", cache.crop, -2)
-    else:
-        cache.crop(-2)
-        assert distance(step(model, ids[:, 14:16], cache), model(ids[:, :16], use_cache=False).logits[:, 14:]) <= EXACT
-        return
-    cache.reorder_cache(torch.tensor([1, 0]))
-    cache.crop(-4)
-    found = step(model, ids[:, 12:18].flip(0), cache)
-    expected = model(ids[:, :18], use_cache=False).logits[:, 12:].flip(0)
-    assert distance(found, expected) <= 1e-6  # Its states are float32.
+        cache.reorder_cache(torch.tensor([1, 0]))
+    first, rows = (12, ids.flip(0)) if recurrent else (14, ids)
+    cache.crop(first - 16)
+    expected = model(rows, use_cache=False).logits[:, first:]
+    assert distance(step(model, rows[:, first:], cache), expected) <= (1e-6 if recurrent else EXACT)  # float32 states
 
 
 def test_copies_share_nothing():
     """Whatever is copied first; and files of a model of a ring have no ring."""
-    model, ids = llama(), ids_of(1, 30)
+    model, ids = llama(), ids_of(1, 24)
     cache = ra.PatternCache(model)
     step(model, ids[:, :20], cache)
     copies = [copy.deepcopy([cache.layers, cache])[1], pickle.loads(pickle.dumps(cache)), cache]
-    for n in range(20, 30):
-        for one in copies:
-            found = step(model, ids[:, n : n + 1], one)
-            assert distance(found, model(ids[:, : n + 1]).logits[:, n:]) <= EXACT
+    for n in range(20, 24):
+        expected = model(ids[:, : n + 1]).logits[:, n:]
+        assert max(distance(step(model, ids[:, n : n + 1], one), expected) for one in copies) <= EXACT
 
 
 def saved_and_loaded(ring, model):
@@ -298,15 +277,19 @@ def test_a_saved_model_leaves_its_ring(caplog):
     assert sum("loaded without its ring" in record.message for record in caplog.records) >= 1
 
 
-@pytest.mark.parametrize("pattern", ["exact", "window:4+2"])
-def test_prefilled_caches_can_be_pickled(pattern):
-    for model_type in ("llama", "jamba", "minimax"):
-        model, ids = ra.patch_model(tiny_model(model_type, "eager").double(), pattern), ids_of(1, 20)
-        cache = pickle.loads(pickle.dumps(ra.prefill(model, ids[:, :16])))
-        for _ in range(2):
-            found = greedy(model, ids, cache)
-            cache.crop(16 - cache.get_seq_length())
-            assert torch.equal(found, greedy(model, ids))
+@pytest.mark.parametrize(
+    ("model_type", "pattern"), [("llama", "window:4+2"), ("jamba", "window:4+2"), ("minimax", "exact")]
+)
+def test_prefilled_caches_can_be_pickled(model_type, pattern):
+    model, ids = ra.patch_model(tiny_model(model_type, "eager").double(), pattern), ids_of(1, 20)
+    cache, short = (
+        pickle.loads(pickle.dumps(ra.prefill(model, ids[:, :16]))),
+        {"max_new_tokens": 3, "min_new_tokens": 3},
+    )
+    expected = greedy(model, ids, **short)
+    for _ in range(2):
+        assert torch.equal(greedy(model, ids, cache, **short), expected)
+        cache.crop(16 - cache.get_seq_length())
 
 
 def tokenizer_of(pieces, merges):
@@ -323,7 +306,7 @@ def test_drafts_of_another_tokenizer(rng):
     target, draft = tokenizer_of("abcdefghij ", []), tokenizer_of([*"abcdefghij ", "ab", "cd"], pairs)
     model, drafts = (llama(vocab_size=len(x)) for x in (target, draft))
     longest = {"max_new_tokens": 24, "min_new_tokens": 0}
-    for _ in range(4):
+    for _ in range(2):
         ids = target("".join(rng.choices("abcdefghij ", k=30)), return_tensors="pt").input_ids
         of_both = {"assistant_model": drafts, "tokenizer": target, "assistant_tokenizer": draft}
         assert torch.equal(greedy(model, ids, **longest, **of_both), greedy(model, ids, **longest))
@@ -360,12 +343,12 @@ def inferred(model, ids, cache):
         return step(model, ids, cache).clone()
 
 
-@pytest.mark.parametrize("way", [offloaded, compiled, inferred])
+@pytest.mark.parametrize("way", [offloaded, pytest.param(compiled, marks=pytest.mark.slow), inferred])
 def test_ways_to_take_a_step(way):
-    model, ids = llama(), ids_of(1, 16)
+    model, ids = llama(), ids_of(1, 11)
     cache = ra.PatternCache(model)
     inferred(model, ids[:, :8], cache)
-    for n in range(8, 16):
+    for n in range(8, 11):
         found = way(model, ids[:, n : n + 1], cache)
         assert distance(found, model(ids[:, : n + 1]).logits[:, n:]) <= EXACT
 
@@ -402,11 +385,15 @@ def test_calls_that_do_not_continue_the_rows(name):
 def test_a_call_that_ends_between_two_layers(kind):
     """Also of the first prompt, after which some layers have no rows."""
     model, ids = llama(["window:4+2", "window:9+1"]), ids_of(1, 90)
+
+    def ends(*_):
+        raise kind
+
     for before in (0, 12):
         cache = ra.PatternCache(model)
         if before:
             step(model, ids[:, :before], cache)
-        hook = model.model.layers[1].register_forward_pre_hook(lambda *_: raising(kind))
+        hook = model.model.layers[1].register_forward_pre_hook(ends)
         with pytest.raises(kind):
             step(model, ids[:, before:20], cache)
         hook.remove()
@@ -415,10 +402,6 @@ def test_a_call_that_ends_between_two_layers(kind):
         refused("a call has failed halfway", cache.crop, -2)
         cache.reset()
         assert distance(step(model, ids[:, :9], cache), model(ids[:, :9]).logits) <= EXACT
-
-
-def raising(kind):
-    raise kind
 
 
 def test_calls_without_all_layers():
@@ -431,23 +414,26 @@ def test_calls_without_all_layers():
     refused("a layer holds 9 tokens, and its cache 10", step, model, ids[:, 10:11], cache)
 
 
-@pytest.mark.parametrize("way", ["sdpa", "unpatched"])
-def test_models_that_do_not_compute_by_patterns(way):
+def test_models_that_do_not_compute_by_patterns():
     """They would see the new tokens only."""
     model, ids = llama(), ids_of(1, 10)
     cache = ra.PatternCache(model)
     step(model, ids[:, :9], cache)
-    if way == "sdpa":
-        model.set_attn_implementation("sdpa")
-        refused("computes attention by 'sdpa'.*call ra.patch_model", step, model, ids[:, 9:], cache)
-        return
-    plain = tiny_model("llama", "sdpa").double()
-    refused("it serves calls of a patched model", step, plain, ids[:, 9:], cache)
-    assert distance(step(model, ids[:, 9:], cache), model(ids).logits[:, 9:]) <= EXACT
+    refused("it serves calls of a patched model", step, tiny_model("llama", "sdpa").double(), ids[:, 9:], cache)
+    twin = copy.deepcopy(cache)
+    assert distance(step(model, ids[:, 9:], twin), model(ids).logits[:, 9:]) <= EXACT
+    model.set_attn_implementation("sdpa")
+    refused("computes attention by 'sdpa'.*call ra.patch_model", step, model, ids[:, 9:], cache)
 
 
-@pytest.mark.parametrize("drafts", [{"prompt_lookup_num_tokens": 3}, {"assistant_model": True}])
-@pytest.mark.parametrize("pattern", ["exact", "kv0=exact;kv1=window:4", "longnet:4/1,16/2,all/4"])
+@pytest.mark.parametrize(
+    ("pattern", "drafts"),
+    [
+        ("exact", {"prompt_lookup_num_tokens": 3}),
+        ("kv0=exact;kv1=window:4", {"assistant_model": True}),
+        ("longnet:4/1,16/2,all/4", {"prompt_lookup_num_tokens": 3}),
+    ],
+)
 def test_drafts_beside_a_filled_cache(pattern, drafts):
     """Transformers gives the whole row to the first call of such drafts, whatever is in the cache."""
     model, ids = llama(pattern), ids_of(1, 30)
@@ -474,6 +460,8 @@ def test_positions_that_go_on():
                 found = model(ids[:, part], attention_mask=mask[:, : part.stop], **more).logits
         expected = model(ids, attention_mask=mask, position_ids=places + shift, use_cache=False).logits
         assert distance(found, expected[:, 9:]) <= EXACT
+    said = "holds padding, and no attention_mask of all tokens came"
+    refused(said, step, model, ids[:, :1], cache)
 
 
 def test_autocast_on_one_side():
@@ -489,33 +477,17 @@ def test_autocast_on_one_side():
                 refused("use one dtype and one device, autocast included", step, model, ids[:, 9:], cache)
 
 
-def test_padding_needs_its_mask():
-    model, ids = llama(), ids_of(2, 9)
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    cache = ra.PatternCache(model)
-    step(model, ids, cache, mask)
-    refused("holds padding, and no attention_mask of all tokens came", step, model, ids[:, :1], cache)
-
-
 def test_other_models_and_patterns():
     said = r"LlamaForCausalLM computes attention by 'eager': call ra\.patch_model"
     refused(said, ra.PatternCache, tiny_model("llama", "eager"))
     model, ids = llama(), ids_of(1, 9)
-    cache = ra.PatternCache(model)
     said = r"its keys have no gradient: use torch\.no_grad"
-    refused(said, model, ids, use_cache=True, **cache_argument(cache))
+    refused(said, model, ids, use_cache=True, **cache_argument(ra.PatternCache(model)))
     cache = ra.PatternCache(model)
     step(model, ids, cache)
     ra.patch_model(model, "window:5+2")
-    for said in (
-        r"filled under window:4\+2, and a layer came with the pattern window:5\+2",
-        "an earlier call with this PatternCache has failed halfway: make another one",
-    ):
-        refused(said, step, model, ids[:, :1], cache)
+    said = r"filled under window:4\+2, and a layer came with the pattern window:5\+2"
+    refused(said, step, model, ids[:, :1], cache)
+    refused("an earlier call with this PatternCache has failed halfway: make another", step, model, ids[:, :1], cache)
     said = "it serves calls of a patched model: call the model, not its layers"
     refused(said, ra.PatternCache(model).update, ids, ids, 0)
-
-
-def test_the_types_of_random_cases_exist():
-    assert all(tiny_config(x) for x in TYPES)

@@ -8,10 +8,11 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.layer.masks import ring_dilated_mask
+from hf_ring_attention.hf.model.wrappers import cache_argument
 from tests.hf.alike import refused
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.tiny_models import VOCAB, tiny_config, tiny_model
@@ -24,39 +25,100 @@ def make(model_type, **changes):
     return tiny_model(model_type, "ring_dilated", **changes)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "dropout", "layer"),
-    [
-        ("gpt2", "attn_pdrop", "GPT2Attention"),
-        ("llama", "attention_dropout", "LlamaAttention"),
-        ("opt", "attention_dropout", "OPTAttention"),
-    ],
-)
-def test_dropout_in_training(model_type, dropout, layer):
-    model = make(model_type, **{dropout: 0.1}).train()
-    refused(rf"{layer}: attention dropout 0\.1 .*to 0 \(attention_dropout, attn_pdrop\)", model, input_ids=IDS)
-    model.eval()(input_ids=IDS)
+WIDE = torch.ones(2, 1, 10, 10)
+SQUARE = r"mask .*\[.*\].*, got \(2, 1, 10, 10\): pass the .*mask, and for packed documents position_ids that restart"
+HOLE = torch.ones(2, 10, dtype=torch.long).index_put((torch.tensor(1), torch.tensor(5)), torch.tensor(0))
+OF_HEADS = "is for {} key/value heads, and LlamaModel has 2: give one pattern for each"
 
 
-def test_output_attentions():
-    model = make("llama")
-    said = r"output_attentions=True .*never forms the attention weights: use .*'eager'"
-    refused(said, model, input_ids=IDS, output_attentions=True)
-    model(input_ids=IDS)  # nothing of the refused pass stays behind
+def of_kernels(**settings):
+    return ra.patch_model(tiny_model("llama", "sdpa"), "window:4+1", **settings)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_four_dimensional_mask(ranks):
-    remedy = "pass the .*mask, and for packed documents position_ids that restart"
-    said, mask = rf"mask .*\[.*\].*, got \(2, 1, 10, 10\): {remedy}", torch.ones(2, 1, 10, 10)
-    on_ranks(lambda ring, model: refused(said, model, IDS, attention_mask=mask), lambda: make("llama"), ranks)
+def greedy(model, cache):
+    return model.generate(IDS, max_new_tokens=2, do_sample=False, **cache_argument(cache))
 
 
-def test_padding_inside_a_row_where_a_window_would_count_it():
-    mask = torch.ones(2, 10, dtype=torch.long)
-    mask[1, 5] = 0
-    said = r"layer 0 has a window .* 4 tokens, .*padding inside a document"
-    refused(said, make("mistral", sliding_window=4), IDS, attention_mask=mask, error=NotImplementedError)
+def windows_by_layer():
+    """A model with windows of its own, and a longer pattern in layer 0."""
+    model = ra.patch_model(tiny_model("mistral", "eager"))
+    ra.patch_config(model.config, "window:3+1", layers=[0])
+    return model
+
+
+#: A call, and what its error says.
+REFUSED = {
+    **{
+        name: (
+            lambda model_type=model_type, name=name: make(model_type, **{name: 0.1}).train()(IDS),
+            rf"{layer}Attention: attention dropout 0\.1 .*to 0 \(attention_dropout, attn_pdrop\)",
+        )
+        for model_type, name, layer in (("gpt2", "attn_pdrop", "GPT2"), ("llama", "attention_dropout", "Llama"))
+    },
+    "weights": (
+        lambda: make("llama")(IDS, output_attentions=True),
+        r"output_attentions=True .*never forms the attention weights: use .*'eager'",
+    ),
+    "square mask": (lambda: make("llama")(IDS, attention_mask=WIDE), SQUARE),
+    "padding in a window": (
+        lambda: make("mistral", sliding_window=4)(IDS, attention_mask=HOLE),
+        r"layer 0 has a window .* 4 tokens, .*padding inside a document",
+    ),
+    "no model": (
+        lambda: ra.patch_model(torch.nn.Linear(2, 2), PATTERN),
+        "expected a Transformers model, or a wrapper of one, got Linear",
+    ),
+    **{
+        text: (lambda text=text: ra.patch_model(make("llama"), text), OF_HEADS.format(heads))
+        for text, heads in {"kv0-1=exact;kv2=window:4": 3, "kv0=window:4": 1, "kv0-3=window:4": 4}.items()
+    },
+    **{
+        f"pattern {pattern}": (lambda pattern=pattern: ra.patch_config(tiny_config("llama"), pattern), said)
+        for pattern, said in (
+            (None, "pattern must be a Pattern, or its text .*, got None"),
+            (PATTERN.to_dict(), "pattern must be a Pattern, or its text .*, got {'pattern'"),
+        )
+    },
+    **{
+        f"layers {layers}": (
+            lambda layers=layers: ra.patch_config(tiny_config("llama"), PATTERN, layers),
+            rf"layers must be integers among 0\.\.1, got {said}" if said else "layers is empty",
+        )
+        for layers, said in (
+            ([], ""), ([0, 2], "2"), (range(10**12), "2"), ([np.int64(1)], ".*1"), ([-1], "-1"), ([True], "True"),
+            (["0"], "'0'"),
+        )
+    },
+    "a cache that drops keys": (
+        lambda: greedy(model := windows_by_layer(), DynamicCache(config=model.config)),
+        r"layer 0 has the pattern window:3\+1, and its cache keeps only",
+    ),
+    "another kernel": (
+        lambda: of_kernels(ring=ra.Ring.alone(kernel="math"), kernel="flash"),
+        "got kernel='flash' and a ring with kernel='math': make the ring with it",
+    ),
+    "no kernel": (lambda: of_kernels(kernel="triton"), r"patch_model: kernel must be one of 'auto', .*, got 'triton'"),
+    "a kernel of GPUs": (
+        lambda: of_kernels(kernel="flash")(IDS), "kernel='flash' cannot compute this call: it computes on CUDA devices",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    call, said = REFUSED[name]
+    refused(said, call, error=(ValueError, NotImplementedError))
+
+
+def test_nothing_of_what_is_refused_stays_behind():
+    model, config = make("llama"), tiny_config("llama")
+    expected = model(IDS).logits
+    refused("output_attentions=True", model, IDS, output_attentions=True)
+    assert torch.equal(model(IDS).logits, expected)
+    refused("layers is empty", ra.patch_config, config, PATTERN, layers=[])
+    assert not hasattr(config, "ring_dilated")
+    assert greedy(windows_by_layer(), DynamicCache()).shape == (2, 12)
+    on_ranks(lambda ring, model: refused(SQUARE, model, IDS, attention_mask=WIDE), lambda: make("llama"))
 
 
 def test_arguments_that_a_later_transformers_could_pass():
@@ -80,32 +142,6 @@ def test_arguments_that_a_later_transformers_could_pass():
         model.model.layers[1].self_attn.__class__ = kind
         said = rf"{kind.__name__}: layer 1 came with temperatures, which would"
         refused(said, model, input_ids=IDS, error=NotImplementedError)
-
-
-def test_patch_model_of_something_else():
-    said = "expected a Transformers model, or a wrapper of one, got Linear"
-    refused(said, ra.patch_model, torch.nn.Linear(2, 2), PATTERN)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"pattern": None}, "pattern must be a Pattern, or its text .*, got None"),
-        ({"pattern": PATTERN.to_dict()}, "pattern must be a Pattern, or its text .*, got {'pattern'"),
-        ({"pattern": PATTERN, "layers": [0, 2]}, r"layers must be integers among 0\.\.1, got 2"),
-        ({"pattern": PATTERN, "layers": range(10**12)}, r"layers must be integers among 0\.\.1, got 2"),
-        ({"pattern": PATTERN, "layers": [np.int64(1)]}, r"layers must be integers among 0\.\.1, got .*1"),
-        ({"pattern": PATTERN, "layers": [-1]}, r"layers must be integers among 0\.\.1, got -1"),
-        ({"pattern": PATTERN, "layers": []}, "layers is empty"),
-        ({"pattern": PATTERN, "layers": [True]}, r"layers must be integers among 0\.\.1, got True"),
-        ({"pattern": PATTERN, "layers": ["0"]}, r"layers must be integers among 0\.\.1, got '0'"),
-    ],
-    ids=str,
-)
-def test_patch_config(settings, message):
-    config = tiny_config("llama")
-    refused(message, ra.patch_config, config, **settings)
-    assert not hasattr(config, "ring_dilated"), "a refused config is left as it was"
 
 
 class Logits(torch.nn.Module):
@@ -143,6 +179,7 @@ def said(rank, traced):
 
 
 @pytest.mark.own_dtypes  # nothing is compiled if tests.support.tolerance turns float32 into float64
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("traced", TRACED)
 def test_tracing_is_refused_by_name(traced):
     (text,) = run_ranks(said, 1, traced)

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from transformers import AutoModelForCausalLM, EuroBertConfig, EuroBertForMaskedLM
+from transformers import AutoModelForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.model.wrappers import cache_argument
 from tests.support.ranks import run_ranks
 from tests.support.releases import at_least
-from tests.support.tiny_models import draw, tiny_model
+from tests.support.tiny_models import tiny_model
 from tests.support.tolerance import assert_exact, float64
 
 #: Earlier releases divide vocabularies of an even number alone.
@@ -24,12 +24,9 @@ VOCAB = 96
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 SIZES = {**HEADS, "vocab_size": VOCAB}
 BY_HEAD = "kv0=exact;kv1=window:3;kv2=pyramid:2,2;kv3=branches:window=3,segment=all/4"
-PATTERNS = (
-    "exact", "window:5+2", "longnet:8/1,16/2,all/4", "pyramid:3,3",
-    "branches:sink=1,window=3,segment=all/4", BY_HEAD,
-)  # fmt: skip
-#: Norms of heads; attention sinks and sliding windows; softcap; heads that are gathered before attention; recurrent layers.
-TYPES = ("llama", "qwen3", "gpt_oss", "gemma2", "phi3", "qwen3_next")
+LONGNET = "longnet:8/1,16/2,all/4"
+#: Attention sinks and sliding windows; heads that are gathered before attention; recurrent layers.
+TYPES = {"llama": BY_HEAD, "gpt_oss": LONGNET, "phi3": BY_HEAD, "qwen3_next": LONGNET}
 
 GREEDY = {
     "do_sample": False, "max_new_tokens": 3, "min_new_tokens": 3, "output_logits": True, "return_dict_in_generate": True,
@@ -43,16 +40,13 @@ def folder(tmp_path_factory):
         for name in TYPES:
             tiny_model(name, "eager", **SIZES).save_pretrained(folder / name)
         ra.patch_model(tiny_model("llama", "eager", **SIZES), BY_HEAD).save_pretrained(folder / "patched")
-        sizes = {"hidden_size": 32, "head_dim": 8, "intermediate_size": 64, "num_hidden_layers": 2}
-        encoder = EuroBertForMaskedLM(EuroBertConfig(**SIZES, **sizes, pad_token_id=0, mask_token_id=3))
-        draw(encoder)
-        encoder.save_pretrained(folder / "encoder")
     return folder
 
 
-def loaded(folder, model_class=AutoModelForCausalLM, **sizes):
+def loaded(folder, **sizes):
     ways = {"distributed_config": DistributedConfig(**sizes)} if sizes else {}
-    return model_class.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager", **ways).eval()
+    ways |= {"dtype": torch.float64, "experts_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(folder, **ways).eval()
 
 
 def drawn(rows, tokens, seed=0):
@@ -101,9 +95,9 @@ def assert_alike(found, expected, what):
 # ---- two ranks with half of the heads each
 
 
-def compare(folder, pattern, *works, **options):
+def compare(folder, pattern, *works):
     """Compares one process, which has all heads, with two."""
-    models = [loaded(folder, **options), loaded(folder, tp_size=2, **options)]
+    models = [loaded(folder), loaded(folder, tp_size=2)]
     if pattern is not None:
         models = [ra.patch_model(model, pattern) for model in models]
     for work in works:
@@ -115,41 +109,29 @@ def packed_rows():
     return {"input_ids": drawn(2, 30), "position_ids": torch.cat([torch.arange(17), torch.arange(13)]).expand(2, -1)}
 
 
-def each_pattern(rank, folder):
-    calls = [("llama", pattern) for pattern in PATTERNS]
-    calls += [(name, (PATTERNS[2], BY_HEAD)[number % 2]) for number, name in enumerate(TYPES[1:])]
+def each_type(rank, folder):
+    calls = [("llama", "pyramid:3,3"), *TYPES.items()]
     for number, (name, pattern) in enumerate(calls):
-        works = partial(outputs, **packed_rows(), use_cache=False), partial(generated, ids=drawn(2, 20))
+        works = partial(outputs, **packed_rows(), use_cache=False), partial(generated, ids=drawn(2, 12))
         compare(folder / name, pattern, *works[: 1 + number % 2])
 
 
 def other_ways(rank, folder):
-    ids, llama = drawn(2, 30), folder / "llama"
-    left, right = (
-        (torch.arange(30) >= torch.tensor([[9], [0]])).long(),
-        (torch.arange(30) < torch.tensor([[19], [30]])).long(),
-    )
-    for mask in (left, right):
-        compare(llama, BY_HEAD, partial(outputs, input_ids=ids, attention_mask=mask, use_cache=False))
-    compare(
-        folder / "encoder",
-        BY_HEAD,
-        partial(outputs, input_ids=ids, attention_mask=right),
-        model_class=EuroBertForMaskedLM,
-    )
+    ids, llama, places = drawn(2, 30), folder / "llama", torch.arange(30)
+    mask = torch.stack([places >= 9, places < 19]).long()  # padded at the left, and at the right
+    compare(llama, BY_HEAD, partial(outputs, input_ids=ids, attention_mask=mask, use_cache=False))
     # A model that is loaded with its pattern was never patched.
     compare(folder / "patched", None, partial(outputs, input_ids=ids, use_cache=False))
-    for way in ({"cache_implementation": "static"}, {"num_beams": 2}):
-        compare(llama, "longnet:8/1,16/2,all/4", partial(generated, ids=ids, **way))
-    compare(llama, "pyramid:3,3", partial(generated, ids=ids, prefill_chunk_size=7))
-    compare(llama, BY_HEAD, lambda model: (ra.perplexity(model, ids).token_nll[:, 1:].double(), {}))
+    ways = {"cache_implementation": "static"}, {"num_beams": 2, "prefill_chunk_size": 7}
+    compare(llama, LONGNET, *(partial(generated, ids=ids[:, :12], **way) for way in ways))
 
     def with_labels(model):
         loss = model(ids, labels=ids, use_cache=False).loss
         loss.backward()
         return loss.detach().double(), gradients(model)
 
-    compare(llama, BY_HEAD, with_labels)
+    nll = lambda model: (ra.perplexity(model, ids).token_nll[:, 1:].double(), {})  # noqa: E731
+    compare(llama, BY_HEAD, nll, with_labels)
 
 
 def refused(rank, folder):
@@ -172,13 +154,13 @@ def refused(rank, folder):
 
 
 def on_two(rank, folder):
-    each_pattern(rank, folder)
+    each_type(rank, folder)
     other_ways(rank, folder)
     refused(rank, folder / "llama")
 
 
 def test_two_ranks_compute_what_one_process_does_or_refuse(folder):
-    """Each pattern; padding, encoders, saved patterns, caches and losses; and what cannot be right."""
+    """Patterns and types; padding, saved patterns, caches and losses; and what cannot be right."""
     run_ranks(on_two, 2, folder)
 
 
@@ -206,9 +188,7 @@ def over_ring(folder, pattern, mesh, transport):
 
 def beside_a_ring(rank, folder):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-    calls = [("llama", *call) for call in zip(PATTERNS[4:], ("collective", "heads", "ring"))]
-    calls += [("qwen3_next", "longnet:8/1,16/2,all/4", "ring")]
-    for name, pattern, transport in calls:
+    for name, pattern, transport in (("llama", BY_HEAD, "heads"), ("qwen3_next", LONGNET, "ring")):
         one = ra.patch_model(loaded(folder / name), pattern)
         expected = outputs(one, **whole_row(32), use_cache=False)
         assert_alike(over_ring(folder / name, pattern, mesh, transport), expected, f"{name}, {pattern}, {transport}")
@@ -216,12 +196,10 @@ def beside_a_ring(rank, folder):
 
 def generated_beside_a_ring(rank, folder):
     mesh, row = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp")), drawn(2, 24)
-    for pattern in ("longnet:8/1,16/2,all/4", BY_HEAD):
-        one = ra.patch_model(loaded(folder), pattern)
-        model = ra.patch_model(divided_by_torch(folder, mesh["tp"]), pattern, ring=ra.Ring(mesh))
-        caches = [ra.prefill(each, row[:, :21]) for each in (one, model)]
-        expected, found = (generated(each, row, **cache_argument(cache)) for each, cache in zip((one, model), caches))
-        assert_alike(found, expected, f"generation beside a ring under {pattern}")
+    one = ra.patch_model(loaded(folder), BY_HEAD)
+    model = ra.patch_model(divided_by_torch(folder, mesh["tp"]), BY_HEAD, ring=ra.Ring(mesh))
+    expected, found = (generated(each, row, **cache_argument(ra.prefill(each, row[:, :21]))) for each in (one, model))
+    assert_alike(found, expected, "generation beside a ring")
 
 
 def on_four(rank, folder):

@@ -21,14 +21,11 @@ from hf_ring_attention.hf.model.wrappers import cache_argument
 from ..support.ranks import on_ranks
 from ..support.tiny_models import VOCAB, draw, tiny_config
 from ..support.tolerance import EXACT, distance
-from .alike import assert_alike, assert_on_ranks, refused
+from .alike import assert_alike, refused
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
 TOKENS = 21
-#: Patterns of all kinds; the last one has another pattern for each head.
-PATTERNS = ("exact", "window:6+2", "pyramid:4,2", "longnet:4/1,8/2", ra.Pattern.by_kv_head(["window:6+2", "exact"]))
-RINGS = {"transport": "ring"}, {"transport": "collective"}, {"transport": "heads", "world_size": 2}
 
 
 def rows(kind, model_type="llama"):
@@ -60,12 +57,8 @@ def model_of(auto, model_type, pattern="exact", ring=None, **changes):
     return ra.patch_model(model.eval(), pattern, ring=ring)
 
 
-def windowed():
-    return model_of(AutoModelForCausalLM, "llama", "window:6+2")
-
-
-def plain():
-    return model_of(AutoModelForCausalLM, "llama")
+def plain(pattern="exact"):
+    return model_of(AutoModelForCausalLM, "llama", pattern)
 
 
 def results(model, call):
@@ -129,7 +122,6 @@ def hidden(ids, mask):
 
 #: By the name of a head: the class of its models, changes of their configs, and the arguments of a call by its ids and mask.
 HEADS = {
-    "tokens that follow": (AutoModelForCausalLM, {}, learned),
     "hidden states": (AutoModelForCausalLM, {}, hidden),
     **{f"kept logits {keep}": (AutoModelForCausalLM, {}, kept(keep)) for keep in (1, 5, 24, torch.tensor([-1, 4, 0]))},
     **{f"shifted labels {items}": (AutoModelForCausalLM, {}, counted(items)) for items in (7, torch.tensor(11))},
@@ -154,41 +146,32 @@ HEADS = {
     ),
     "none, and a pooler": (AutoModel, {"is_decoder": False}, lambda ids, mask: {"output_hidden_states": True}),
 }  # fmt: skip
-#: The head, the type, the rows, the pattern, and the ring.
+#: The head, the type, the rows, and the ring; each two losses of each type are in tests/hf/test_on_use.py.
 CASES = [
-    *(("tokens that follow", "llama", "left", PATTERNS[number], RINGS[number % 3]) for number in range(5)),
     # Some ranks have nothing but padding.
-    ("hidden states", "llama", 1, "window:6+2", {"world_size": 4}),
-    *(("tokens that follow", "llama", length, "window:6+2", {"world_size": 4}) for length in (2, 5)),
-    # Scaled logits, and a head of several layers.
-    *(("tokens that follow", model_type, "right", None, {"world_size": 2}) for model_type in ("granite", "bert")),
+    *(("hidden states", "llama", length, {"world_size": 4}) for length in (1, 5)),
+    *(("hidden states", model_type, "left", {"layout": "zigzag"}) for model_type in ("opt", "roberta", "biogpt")),
+    *((head, "llama", "left", {}) for head in HEADS if "kept" in head),
+    *((head, "llama", "right", {}) for head in HEADS if "shifted" in head),
     *(
-        ("hidden states", model_type, kind, "window:6+2", {"layout": "zigzag"})
-        for model_type in ("llama", "opt", "gpt2", "roberta") for kind in ("left", "packed")
+        (head, model_type, "right", {"world_size": 2}) for head, model_type in [
+            ("sequences", "llama"), ("sequences", "bert"), ("rewards", "qwen3"), ("tokens", "modernbert"),
+            ("answers", "bert"), ("masked tokens", "roberta"), ("none, and a pooler", "bert"),
+        ]
     ),
-    ("hidden states", "llama", "plain", "window:6+2", {"layout": "zigzag"}),
-    ("hidden states", "biogpt", "left", "window:6+2", {"layout": "zigzag"}),
-    *((head, "llama", "left", "window:6+2", {}) for head in HEADS if "kept" in head),
-    *((head, "llama", "right", "window:6+2", {}) for head in HEADS if "shifted" in head),
-    *(
-        (head, model_type, "right", "window:6+2", {"world_size": 2}) for head, types in {
-            "sequences": "llama bert", "rewards": "qwen3", "tokens": "llama bert modernbert", "answers": "llama bert",
-            "masked tokens": "modernbert roberta bert", "none, and a pooler": "llama bert",
-        }.items() for model_type in types.split()
-    ),
-    *(("sequences", "llama", kind, "window:6+2", {"world_size": 2}) for kind in ("plain", "left")),
+    ("sequences", "llama", "left", {"world_size": 2}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("head", "model_type", "kind", "pattern", "settings"), CASES, ids=[" ".join(map(str, case[:4])) for case in CASES]
+    ("head", "model_type", "kind", "settings"), CASES, ids=lambda x: x if isinstance(x, str) else ""
 )
-def test_a_ring_returns_what_one_device_does(head, model_type, kind, pattern, settings):
+def test_a_ring_returns_what_one_device_does(head, model_type, kind, settings):
     auto, changes, arguments = HEADS[head]
     inputs, mask = rows(kind, model_type)
     options = arguments(inputs["input_ids"], mask)
     check_over_ring(
-        functools.partial(model_of, auto, model_type, pattern, **changes),
+        functools.partial(model_of, auto, model_type, "window:6+2", **changes),
         lambda model: model(**inputs, **options),
         valid=None if auto is AutoModelForCausalLM and head != "hidden states" else mask,
         **settings,
@@ -202,11 +185,10 @@ FIRST = "BertForSequenceClassification got rows that begin with padding"
 @pytest.mark.parametrize(
     ("auto", "model_type", "kind", "warning"),
     [
-        *((AutoModelForQuestionAnswering, "llama", kind, ANSWERS) for kind in ("left", "right")),
+        (AutoModelForQuestionAnswering, "llama", "left", ANSWERS),
         (AutoModelForQuestionAnswering, "llama", "plain", None),
         (AutoModelForSequenceClassification, "bert", "left", FIRST),
         (AutoModelForSequenceClassification, "bert", "right", None),
-        (AutoModelForSequenceClassification, "llama", "left", None),
     ],
 )
 def test_heads_that_read_padding_are_named(caplog, auto, model_type, kind, warning):
@@ -243,75 +225,76 @@ def test_caches_that_were_not_formed_say_so_when_they_are_used():
         said = r"this output has no cache: .*use_cache=True"
         refused(said, model, inputs["input_ids"][:, :1], **cache, error=RuntimeError)
 
-    on_ranks(work, windowed)
+    on_ranks(work, plain)
 
 
 # ---- calls that differ
 
 
-#: Arguments that no model takes.
-SLIPS = (
-    {"position_ids": torch.zeros(3, TOKENS, dtype=torch.long)},
-    {"position_ids": torch.arange(TOKENS)},
-    {"position_ids": list(range(TOKENS))},
-    {"seq_idx": torch.zeros(2, 10, dtype=torch.long)},
-    {"attention_mask": torch.ones(TOKENS, dtype=torch.long)},
-    {"attention_mask": {"full_attention": None}},
-    {"cu_seq_lens_q": torch.tensor([0, 5, 10])},
-    {"cu_seq_lens_q": [0, TOKENS]},
-    {"input_ids": torch.zeros(0, TOKENS, dtype=torch.long)},
-    {"input_ids": None},
-)
-#: The change that one rank makes, and the error on all ranks.
-CHANGES = {
-    **{
-        f"slip {number}": (lambda model, inputs, slip=slip: inputs.update(slip), "must be|must rise|cuts rows of tokens")
-        for number, slip in enumerate(SLIPS)
-    },
-    "other tokens": (
-        lambda model, inputs: inputs["input_ids"].__setitem__((0, 3), 7),
+def change_of(**changed):
+    """Other arguments for those of a call."""
+    return lambda model, inputs: inputs.update(changed)
+
+
+def at(name, place, value):
+    """Another number in an argument."""
+    return lambda model, inputs: inputs[name].__setitem__(place, value)
+
+
+#: The change that one rank makes, and the error on all ranks; first arguments that no model takes.
+CHANGES = [
+    *(
+        (change_of(**slip), "must be|must rise|cuts rows of tokens")
+        for slip in (
+            {"position_ids": torch.zeros(3, TOKENS, dtype=torch.long)}, {"position_ids": torch.arange(TOKENS)},
+            {"position_ids": list(range(TOKENS))}, {"seq_idx": torch.zeros(2, 10, dtype=torch.long)},
+            {"attention_mask": torch.ones(TOKENS, dtype=torch.long)}, {"attention_mask": {"full_attention": None}},
+            {"cu_seq_lens_q": torch.tensor([0, 5, 10])}, {"cu_seq_lens_q": [0, TOKENS]},
+            {"input_ids": torch.zeros(0, TOKENS, dtype=torch.long)}, {"input_ids": None},
+        )
+    ),
+    (
+        at("input_ids", (0, 3), 7),
         r"disagree on input_ids: .*; all must pass the same: use one data seed, and torch\.random\.fork_rng\(\) where",
     ),
-    "other lengths": (
+    (
         lambda model, inputs: inputs.update({name: x[:, :-1] for name, x in inputs.items()}), "disagree on input_ids",
     ),
-    "another mask": (lambda model, inputs: inputs["attention_mask"].__setitem__((0, 0), 0), "disagree on attention_mask"),
-    "no mask": (lambda model, inputs: inputs.pop("attention_mask"), "disagree on"),
-    "a hole": (
-        lambda model, inputs: inputs["attention_mask"].__setitem__((1, 9), 0),
+    (at("attention_mask", (0, 0), 0), "disagree on attention_mask"),
+    (lambda model, inputs: inputs.pop("attention_mask"), "disagree on"),
+    (
+        at("attention_mask", (1, 9), 0),
         "batch row 1 of the attention mask has padding inside a document.*takes padding before and after",
     ),
-    "training": (
-        lambda model, inputs: model.train(), "disagree on whether the model trains: rank 0: False, rank 1: True",
-    ),
-    "an evaluation on one rank": (
+    (lambda model, inputs: model.train(), "disagree on whether the model trains: rank 0: False, rank 1: True"),
+    (  # an evaluation on one rank
         lambda model, inputs: (inputs.update(input_ids=inputs["input_ids"][:1], attention_mask=None), model.train()),
         "disagree on whether the model trains: rank 0: False, rank 1: True; all must make the same calls in one order: "
         "evaluate on every rank, not only on the main process",
     ),
-    "dropout": (
+    (
         lambda model, inputs: model.model.layers[0].self_attn.train(),
         r"LlamaAttention: attention dropout 0\.1 was asked for.*model\.eval\(\)",
     ),
-}  # fmt: skip
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_pass_that_differs_on_one_rank_ends_on_all_and_the_next_is_right(name):
-    change, message = CHANGES[name]
+def test_a_pass_that_differs_on_one_rank_ends_on_all_and_the_next_is_right():
     inputs, mask = rows("right")
     expected = plain()(**inputs).logits.detach()
 
     def work(ring, model):
-        own = {name: x.clone() for name, x in inputs.items()}
         for layer in model.model.layers:
             layer.self_attn.attention_dropout = 0.1
-        if ring.rank == 1:
-            change(model, own)
-        refused(message, model, **own, use_cache=False)
-        return model.eval()(**inputs).logits.detach()
+        for change, message in CHANGES:
+            own = {name: x.clone() for name, x in inputs.items()}
+            if ring.rank == 1:
+                change(model, own)
+            refused(message, model, **own, use_cache=False)
+            found = model.eval()(**inputs).logits.detach()
+            assert distance(found[mask != 0], expected[mask != 0]) <= EXACT, message
 
-    assert_on_ranks(work, plain, expected, valid=mask != 0)
+    on_ranks(work, plain)
 
 
 def test_a_rank_that_does_not_call():
@@ -355,10 +338,9 @@ def moved(ring, call):
     return ring.traffic().received_bytes
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_bytes_of_joining_are_those_of_their_formulas(world_size):
+def test_bytes_of_joining_are_those_of_their_formulas():
     """Per rank: p - 1 parts of hidden states, of a few tokens, or of fields; p - 1 sums of losses; and no objects."""
-    inputs, mask = rows("right")
+    world_size, (inputs, mask) = 3, rows("right")
     labels = learned(inputs["input_ids"], mask)["labels"]
     pytest.importorskip("trl")
     from trl.trainer.utils import add_fused_lm_head
@@ -388,5 +370,5 @@ def test_bytes_of_joining_are_those_of_their_formulas(world_size):
             "fields": others * 2 * local * (2 * 8 + 1),
         }
 
-    for found, expected in on_ranks(work, windowed, world_size, layout="zigzag"):
+    for found, expected in on_ranks(work, lambda: plain("window:6+2"), world_size, layout="zigzag"):
         assert found == expected

@@ -8,7 +8,6 @@ from hf_ring_attention.hf.call import model_call
 from tests.support.probe import GRADIENTS, LOGITS, errors, over_ring
 from tests.support.ranks import on_ranks
 from tests.support.tiny_models import draw, tiny_model
-from tests.support.tolerance import allowed, float64
 
 PYRAMID = ra.Pattern.pyramid(window=3, levels=3, ratio=2, sinks=2)
 LONGNET = ra.Pattern.longnet([4, 12, None], [1, 2, 4])
@@ -40,15 +39,6 @@ def logits_of(model, inputs, labels):
 def check(found, expected, bounds=(LOGITS, GRADIENTS)):
     for name, error, bound in zip(("logits", "gradients"), errors(found, expected), bounds, strict=True):
         assert error <= bound, f"{name} are {error} off, of {bound}"
-
-
-def exact_and_bounds(run, make, *rows):
-    """run(model, *rows) in float64, for `check` of what computes the same in float32: bounds on its errors, too."""
-    low = run(make(), *rows)
-    model = make().double()  # the same weights
-    with float64():
-        exact = run(model, *rows)
-    return exact, [allowed(error) for error in errors(low, exact)]
 
 
 def on_two_ranks(make, inputs, labels, pattern=None, use=lambda model: model):
