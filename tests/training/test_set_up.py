@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.local_sgd import LocalSGD
 from accelerate.utils import ProfileKwargs
 from torch.utils.data import DataLoader
 from transformers import get_scheduler
@@ -129,34 +128,6 @@ def prepared_first(rank):
 def test_what_was_prepared_before_the_ring(programs):
     for rates in programs.run(prepared_first, 4):
         assert rates == [0.75, 0.5, 0.25]
-
-
-def local_steps(rank):
-    """The error of a loop that averages weights now and then, in place of gradients at each step; and its steps."""
-    process_environment(rank, 2)
-    accelerator, losses = Accelerator(), []
-    model = ra.patch_model(tiny_llama(), ring=ra.Ring.from_accelerator(accelerator, size=2))
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2))
-    ids = torch.arange(40)[None]
-
-    def train():
-        with LocalSGD(accelerator, model, local_sgd_steps=2) as local:
-            for _ in range(4):
-                losses.append(model(input_ids=ids, labels=ids).loss)
-                accelerator.backward(losses[-1])
-                optimizer.step()
-                local.step()
-
-    with pytest.raises(ValueError) as error:
-        train()
-    return len(losses), str(error.value)
-
-
-def test_local_sgd_is_refused(programs):
-    """At its second step, when the weights differ."""
-    for steps, error in programs.run(local_steps, 2):
-        assert steps == 1 and "disagree on the model's weights" in error, error
-        assert "all must use one seed, and train under DDP, FSDP or ZeRO" in error
 
 
 def orders(rank, ring_size, with_generator):

@@ -80,22 +80,6 @@ def with_metrics(folder, ring_size):
     return finished(by_trainer(Trainer, folder, ring_size, args=args, **more))
 
 
-class FocalTrainer(Trainer):
-    """Computes another loss, from logits."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        labels = inputs.pop("labels")
-        output = model(**inputs)
-        logits, targets = output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-        nll = torch.nn.functional.cross_entropy(logits, targets.clamp(min=0), reduction="none")
-        loss = ((1 - (-nll).exp()) ** 2 * nll)[targets != -100].mean()
-        return (loss, output) if return_outputs else loss
-
-
-def own_loss(folder, ring_size):
-    return finished(by_trainer(FocalTrainer, folder, ring_size))
-
-
 def classifier_model(pattern=None, labels=3):
     torch.manual_seed(0)
     config = LlamaConfig(**SIZES, num_labels=labels, pad_token_id=90, attn_implementation="ring_dilated")
@@ -227,10 +211,11 @@ def tiny_teacher(pattern):
     return tiny_llama(pattern, seed=5)
 
 
-PROGRAMS = [with_metrics, own_loss, classifier, accelerate_loop]
+PROGRAMS = [with_metrics, classifier, accelerate_loop]
 OF_TRL = [sft_packed, dpo, kto, reward, grpo_in_two_steps, rloo, distillation]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("program", [*PROGRAMS, *OF_TRL], ids=lambda program: program.__name__)
 def test_a_ring_of_two_is_one_process(program, tmp_path, programs):
     save(tmp_path, tiny_llama, tiny_teacher, classifier_model, reward_model)
@@ -239,6 +224,7 @@ def test_a_ring_of_two_is_one_process(program, tmp_path, programs):
         assert_alike(found, own_log, expected, log)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("program", [with_metrics, grpo, sdpo], ids=lambda program: program.__name__)
 def test_two_rings_of_two_are_two_processes(program, tmp_path, programs):
     """Rewards are grouped over rings, and metrics count the rows of each ring once."""
@@ -256,6 +242,7 @@ def scored_before(folder, ring_size, pattern, precompute):
     return by_trl("DPO", folder, ring_size, rows, model, changes, ref_model=tiny_llama(None, seed=1))[0]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("ring_size", [1, 2])
 def test_a_reference_is_scored_under_the_pattern_of_the_model(ring_size, tmp_path, programs):
     """Also if scores of another pattern are there, of the same weights and rows."""

@@ -122,6 +122,7 @@ def rows_in(accelerator, batches):
     return [every.index(row) for batch in labels for row in batch.tolist()]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("ring_size", [2, 4])
 def test_a_loop(ring_size, tmp_path, programs):
     save(tmp_path, tiny_llama)

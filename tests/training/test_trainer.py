@@ -81,6 +81,7 @@ def diverging(rank, folder, ring_size):
     return finite, told
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("world_size", "ring_size"), [(2, 2), (2, 1)])
 def test_a_loss_that_is_not_finite_is_told_on_all_processes_together(world_size, ring_size, tmp_path, programs):
     for rank, (finite, told) in enumerate(programs.run(diverging, world_size, tmp_path, ring_size)):
