@@ -76,18 +76,6 @@ def each_row(tiles):
             yield from (((row, head, r), (number, place, i)) for i, r in enumerate(rows))
 
 
-def test_take(rng):
-    for rows, sizes, tiles in cases(rng):
-        x, lse = tensor(rng, *sizes, N, 5), tensor(rng, *sizes, N)
-        before = x.clone()
-        assert torch.equal(rows.take(x.flatten(0, 2)), plain(x, tiles)), rows
-        assert torch.equal(rows.take_lse(lse.flatten()), plain(lse, tiles)), rows
-        assert torch.equal(x, before)
-        # A wider tensor has its rows further apart.
-        wider = tensor(rng, *sizes, N, 9)
-        assert torch.equal(rows.take(wider.flatten(0, 2)[:, 2:6]), plain(wider[..., 2:6], tiles))
-
-
 def test_add_where_rows_repeat_and_overlap(rng):
     overlapping = 0
     for rows, sizes, tiles in cases(rng, count=40):
