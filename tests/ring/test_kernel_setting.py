@@ -14,6 +14,7 @@ from hf_ring_attention.plan.problem import HeldKeys
 from hf_ring_attention.ring import planned
 from hf_ring_attention.transport.transports import Link
 from tests.support.cached import cached_attention
+from tests.support.patches import replaced
 from tests.support.ranks import run_simulated
 from tests.support.refusals import refused
 from tests.support.tolerance import assert_exact
@@ -87,8 +88,12 @@ def test_kernels_of_other_devices_are_refused_on_every_rank_before_any_work(kern
 
 def test_a_refusal_of_one_rank_reaches_all(monkeypatch):
     """For example, one rank has an older device than the others."""
-    monkeypatch.setattr(kernels, "why_not_fused", lambda *_: "no compiler" if on_rank_1() else None)
-    monkeypatch.setattr(kernels, "fused_kernel", lambda *_: Math())
+    replaced(
+        monkeypatch,
+        kernels,
+        why_not_fused=lambda *_: "no compiler" if on_rank_1() else None,
+        fused_kernel=lambda *_: Math(),
+    )
 
     def call(ring):
         refused("kernel='fused' cannot compute this call: no compiler", attend, ring, drawn())
@@ -98,8 +103,12 @@ def test_a_refusal_of_one_rank_reaches_all(monkeypatch):
 
 def test_the_fused_kernel_where_it_can_run(monkeypatch):
     made = []
-    monkeypatch.setattr(kernels, "why_not_fused", lambda *_: None)
-    monkeypatch.setattr(kernels, "fused_kernel", lambda *call: made.append(call) or Math(call[-1]))
+    replaced(
+        monkeypatch,
+        kernels,
+        why_not_fused=lambda *_: None,
+        fused_kernel=lambda *call: made.append(call) or Math(call[-1]),
+    )
     kernels._kernel.cache_clear()
     ring, x = ra.Ring.alone(kernel="fused"), drawn()
     assert_same(attend(ring, x, softcap=2.0), attend(ra.Ring.alone(), x, softcap=2.0))
