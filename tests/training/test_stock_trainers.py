@@ -23,8 +23,18 @@ from transformers import (
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.model.config import warn_once
-from tests.support.stock import PATTERN, over, run_program, save, saved, settings, texts, weights, word_tokenizer
-from tests.support.tolerance import distance
+from tests.support.stock import (
+    PATTERN,
+    assert_alike,
+    over,
+    run_program,
+    save,
+    saved,
+    settings,
+    texts,
+    weights,
+    word_tokenizer,
+)
 from tests.support.training import SIZES, tiny_llama
 
 trl = pytest.importorskip("trl")
@@ -33,9 +43,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning"),
     pytest.mark.filterwarnings("ignore:You are importing from 'trl.experimental'"),
 ]
-
-#: Of final weights, relative to the largest weight of each; the programs compute in float64 if they can.
-BOUND = 1e-6
 
 
 def language(folder, make=tiny_llama):
@@ -297,17 +304,6 @@ def test_a_generation_batch_that_counts_prompts_of_one_process_is_taken(tmp_path
     given = {"train_dataset": texts(4, "prompt", "completion"), "processing_class": word_tokenizer(), **ring}
     student, teacher = (language(tmp_path / "run") for _ in range(2))
     assert kind(student, teacher_model=teacher, args=args, **given).args.generation_batch_size == 1
-
-
-def assert_alike(found, own_log, expected, log):
-    """The weights, and all that was logged."""
-    assert found.keys() == expected.keys()
-    for name, x in found.items():
-        assert distance(x, expected[name]) <= BOUND, (name, distance(x, expected[name]))
-    assert len(own_log) == len(log)
-    for entry, other in zip(own_log, log, strict=True):
-        for name, value in other.items():
-            assert entry[name] == pytest.approx(value, rel=1e-4, abs=1e-6, nan_ok=True), name
 
 
 #: Documents of at most this many tokens stay whole.

@@ -1,5 +1,7 @@
 """Streams, whose lengths nobody knows: rings read what as many processes read, end together, and count each row once."""
 
+import functools
+
 import pytest
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
@@ -8,13 +10,16 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments, default_data_collator
 
 import hf_ring_attention as ra
+from tests.support import stock
 from tests.support.stock import over, run_program, save, saved, settings, weights
-from tests.support.tolerance import EXACT, distance
+from tests.support.tolerance import EXACT
 from tests.support.training import documents, process_environment, tiny_llama
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
 ROWS = documents(14, 24, 24, seed=0, prompt=3)
+#: Figures are computed in float64.
+assert_alike = functools.partial(stock.assert_alike, bound=EXACT, rel=EXACT)
 
 
 def stream(*counts):
@@ -26,15 +31,6 @@ def stream(*counts):
 
     starts = [sum(counts[:file]) for file in range(len(counts))]
     return IterableDataset.from_generator(rows, gen_kwargs={"files": [*zip(starts, counts, strict=True)]})
-
-
-def assert_alike(found, own_log, expected, log):
-    """The weights, and all that was logged but times."""
-    for name, x in found.items():
-        assert distance(x, expected[name]) <= EXACT, name
-    for entry, other in zip(own_log, log, strict=True):
-        for name in (name for name in other if "runtime" not in name and "per_second" not in name):
-            assert entry[name] == pytest.approx(other[name], rel=EXACT), name
 
 
 def count_rows(prediction):
