@@ -33,7 +33,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 @pytest.fixture(autouse=True)
 def nothing_is_proved(monkeypatch):
-    monkeypatch.setattr(proof, "_FAULTS", {})
+    replaced(monkeypatch, proof, _FAULTS={})
 
 
 def fault(kernel, dtype=torch.float32, widths=(16, 16), softcap=None, tiles="window", group=2):
@@ -197,7 +197,7 @@ def test_inside_a_graph(monkeypatch):
         proof._FAULTS.clear()
         return choose(*call)
 
-    monkeypatch.setattr(planned, "choose_kernel", chosen)
+    replaced(monkeypatch, planned, choose_kernel=chosen)
     x = torch.randn(1, 2, 16, 8, requires_grad=True)
     compiled = torch.compile(lambda x: ra.ring_attention(x, x, x, pattern="window:4"), backend="eager", fullgraph=True)
     compiled(x).sum().backward()
@@ -211,11 +211,11 @@ def test_inside_a_graph(monkeypatch):
 
 @pytest.fixture
 def cuda_facts(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    monkeypatch.setattr(kernels, "why_not_fused", lambda *_: "it is not here")
+    replaced(monkeypatch, torch.cuda, get_device_capability=lambda device: (9, 0))
+    replaced(monkeypatch, torch.backends.cuda, is_flash_attention_available=lambda: True)
+    replaced(monkeypatch, kernels, why_not_fused=lambda *_: "it is not here")
     faults = {}
-    monkeypatch.setattr(kernels, "fault_of", lambda kernel, *_: faults.get(kernel.name))
+    replaced(monkeypatch, kernels, fault_of=lambda kernel, *_: faults.get(kernel.name))
     return faults
 
 
@@ -256,7 +256,7 @@ def test_only_the_chosen_kernel_is_proved_and_the_next_if_it_fails(cuda_facts, m
         kernels, "fault_of", lambda kernel, *_: proved.append(kernel.name) or cuda_facts.get(kernel.name)
     )
     replaced(monkeypatch, kernels, why_not_fused=lambda *_: None, fused_kernel=lambda *_: SimpleNamespace(name="fused"))
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
+    replaced(monkeypatch, torch.backends.cudnn, version=lambda: 92000)
     kernels._kernel.cache_clear()
 
     def chosen(tiles, softcap=None, group=4):

@@ -1,4 +1,4 @@
-"""Rows as views and rows by number take, add, write and split as plain indexing does; partial softmaxes are merged."""
+"""Rows as views and rows by number take, add and write as plain indexing does; partial softmaxes are merged."""
 
 import itertools
 import math
@@ -149,27 +149,6 @@ def test_write(dtype, rng):
         assert torch.equal(taken, values.to(x.dtype))
         views += rows.is_view
     assert views
-
-
-def test_split(rng):
-    """Parts of at most so many units hold the same rows, each once, queries and keys cut alike."""
-    for rows, sizes, tiles in cases(rng):
-        x = torch.arange(float(sizes[0] * sizes[1] * N)).reshape(*sizes, N)  # every row knows its number
-        assert rows.units * rows.rows_per_unit == sum(1 for _ in each_row(tiles))
-        for size in (1, 2, 3, 100):
-            parts = list(rows.split(size))
-            assert [part.units for part in parts[:-1]] == [size] * (len(parts) - 1)
-            assert 0 < parts[-1].units <= size
-            assert sum(part.units for part in parts) == rows.units
-            assert {(type(part), part.rows_per_unit) for part in parts} == {(type(rows), rows.rows_per_unit)}
-            taken = [part.take(x.view(-1, 1)).squeeze(-1) for part in parts]
-            if isinstance(rows, ViewRows):
-                # Stretches are cut, and each part has them of all batch rows.
-                whole = plain(x, tiles).unflatten(0, (sizes[0], rows.copies))
-                taken = torch.cat([part.unflatten(0, (sizes[0], -1)) for part in taken], 1)
-            else:
-                whole, taken = plain(x, tiles), torch.cat(taken)
-            assert torch.equal(taken, whole), rows
 
 
 # ---- merging partial softmaxes
