@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hf_ring_attention.compute import bands
+from tests.support.patches import replaced
 
 
 @pytest.fixture
@@ -16,13 +17,9 @@ def short_stretches(monkeypatch, rng):
     """Has bands from this width on cut into triangles and rectangles, and others masked, in stretches of a few rows."""
 
     def cut(cut_from, largest_mask=10**6):
-        monkeypatch.setattr(bands, "CUT_FROM", cut_from)
-        monkeypatch.setattr(bands, "CUT_ROWS", rng.randint(1, 5))
-        monkeypatch.setattr(bands, "FEWEST_ROWS", rng.randint(1, 5))
-        monkeypatch.setattr(bands, "MOST_ROWS", rng.randint(5, 9))
-        monkeypatch.setattr(bands, "ROWS_OF_A_BLOCK", rng.randint(1, 3))
-        monkeypatch.setattr(bands, "LARGEST_MASK", largest_mask)
-        monkeypatch.setattr(bands, "RESULTS_AT_ONCE", rng.choice([1, 40, 200]))
-        monkeypatch.setattr(bands, "GRADIENTS_AT_ONCE", rng.choice([1, 40, 200]))
+        rows = {"CUT_ROWS": (1, 5), "FEWEST_ROWS": (1, 5), "MOST_ROWS": (5, 9), "ROWS_OF_A_BLOCK": (1, 3)}
+        limits = {name: rng.choice([1, 40, 200]) for name in ("RESULTS_AT_ONCE", "GRADIENTS_AT_ONCE")}
+        limits |= {name: rng.randint(*bounds) for name, bounds in rows.items()}
+        replaced(monkeypatch, bands, CUT_FROM=cut_from, LARGEST_MASK=largest_mask, **limits)
 
     return cut

@@ -21,13 +21,18 @@ from hf_ring_attention.plan.plans import plan_rank
 from tests.support import cases
 from tests.support.cases import check_cases
 from tests.support.fused import SMALL_BLOCKS, computed_by_fused, needs_interpreter, small_settings
+from tests.support.patches import replaced
 from tests.support.ring_cases import draw_fused_case
 
 pytestmark = needs_interpreter
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(("world_size", "number"), [*((1, number) for number in range(12)), (2, 0), (3, 0), (4, 0)])
+ALONE = [pytest.param(1, number, marks=pytest.mark.drawn(6)) for number in range(12)]
+RINGS = [pytest.param(world_size, 0, marks=pytest.mark.drawn(3)) for world_size in (2, 3, 4)]
+
+
+@pytest.mark.parametrize(("world_size", "number"), ALONE + RINGS)
 def test_random_cases(world_size, number, rng):
     """Random patterns, packed and padded rows, groups of heads, widths, caps and sinks; with rows in other storage orders.
 
@@ -43,9 +48,9 @@ case_of = partial(cases.case_of, dtype=torch.float32, head_dim=16, value_dim=16)
     "case",
     [
         case_of("window:12+3", documents=[[(0, 1), (1, 2), (2, 30), (33, 40)]]),
-        case_of("longnet:8/1,16/2,all/4", num_heads=8, seq_len=64),
-        case_of("pyramid:4,3", num_heads=7, num_kv_heads=1, value_dim=24),
-        case_of("exact", causal=False, softcap=2.0, sinks=True),
+        case_of("longnet:8/1,all/2", num_heads=2, seq_len=24),
+        case_of("pyramid:4,2", num_heads=7, num_kv_heads=1, value_dim=24, seq_len=20),
+        case_of("exact", causal=False, softcap=2.0, sinks=True, seq_len=20),
     ],
     ids=["window", "longnet", "pyramid", "exact"],
 )
@@ -62,16 +67,16 @@ def work_of(case, settings):
 
 
 @pytest.mark.parametrize(
-    ("text", "launches", "slots"),
-    [("exact", 1, 0), ("window:12", 1, 0), ("window:12+3", 1, 12), ("longnet:16/1,all/4", 2, None)],
+    ("text", "length", "launches", "slots"),
+    [("window:12", 32, 1, 0), ("window:12+3", 64, 1, 12), ("longnet:8/1,all/2", 32, 2, None)],
 )
-def test_launches_and_dtypes(text, launches, slots):
+def test_launches_and_dtypes(text, length, launches, slots):
     """One launch of all tiles writes 16 bits at once; rows of dilated queries are added in float32 by a separate launch.
 
     A backward pass of a window is a launch of dq and one of dk and dv; with sinks that many queries see, two more. Keys that
     several branches show are added in float32.
     """
-    case = case_of(text, seq_len=64)
+    case = case_of(text, seq_len=length)
     kernel = fused_kernel(CPU, torch.float16, 16, 16)
     started = count_launches(kernel)
     settings = small_settings(few_keys=True)._replace(dkdv=2 * (Setting(16, 32, 4, 1),), most_rows=48 if slots else 64)
@@ -106,10 +111,10 @@ def count_launches(kernel):
     return started
 
 
+@pytest.mark.slow
 def test_a_proof_runs_all_programs(monkeypatch):
     """Launches of few and of many keys, key rows that one program writes, that several write, and that are added."""
-    monkeypatch.setattr(proof, "_FAULTS", {})
-    monkeypatch.setattr(proof, "cases_of", lambda tiles: ["window"])
+    replaced(monkeypatch, proof, _FAULTS={}, cases_of=lambda tiles: ["window"])
     few, many = Setting(64, 64, 4, 1, "one", small=True), Setting(128, 32, 4, 1, "split")
     settings = Settings((few, many), (few, many), (few, few), few._replace(keys=16))
     kernel, seen = Fused(settings), set()
@@ -148,7 +153,7 @@ def test_padding_may_hold_any_numbers(rng):
 
 def test_views_are_read_in_place():
     """Tensors as models store them, and results stored the same way."""
-    case = case_of("window:6+2")
+    case = case_of("window:6+2", seq_len=20)
     kernel = fused_kernel(CPU, torch.float32, 16, 16)
     q, k, v, dout, _ = case.tensors
     stored = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]

@@ -10,7 +10,7 @@ from hf_ring_attention.compute.fused.columns import Sizes
 from hf_ring_attention.compute.fused.lists import work_lists
 from hf_ring_attention.compute.fused.settings import Setting, Settings, heads_of_an_item
 from hf_ring_attention.plan.layouts import SequenceLayout
-from hf_ring_attention.plan.plans import of_heads, plan_rank, tiles_from
+from hf_ring_attention.plan.plans import plan_rank, tiles_from
 from hf_ring_attention.plan.problem import HeldKeys
 from tests.plan.strategies import query_rows, random_layout
 from tests.support.cases import problem_of, random_case
@@ -131,15 +131,6 @@ def test_random_plans(seed, rng):
 
 def own_tiles(case):
     return plan_rank(case.problem(SequenceLayout("contiguous", case.seq_len, 1)), 0).own
-
-
-def test_some_key_value_heads(rng):
-    """A lap of a ring may have some of the heads alone."""
-    for _ in range(10):
-        case = random_case(rng, max_len=24, heads=(6, 3))
-        batches = of_heads(own_tiles(case), range(rng.randrange(3), 3))
-        sizes = Sizes(case.batch, 6, 3, case.seq_len, case.seq_len)
-        check(batches, sizes, random_settings_of_kernels(rng), rng, complete=False)
 
 
 def test_keys_of_a_cache(rng):

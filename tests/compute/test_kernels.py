@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from hf_ring_attention.compute import kernels
-from hf_ring_attention.compute.bands import Masked
 from hf_ring_attention.compute.cuda_kernels import CudaEfficient, CudaFlash, Cudnn
 from hf_ring_attention.compute.kernel import KernelCall, Saved
 from hf_ring_attention.compute.kernels import CpuFlash, Math, choose_kernel
 from hf_ring_attention.compute.merge import accumulation_dtype
-from hf_ring_attention.plan.kernel_choice import ANY_TILES, TileKinds
+from hf_ring_attention.plan.kernel_choice import TileKinds
 from tests.support.cuda_operators import HALVES, FlashAttention2
 from tests.support.largest_result import LargestResult
+from tests.support.patches import replaced
 
 CUDA = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 FLASH = pytest.mark.skipif(
@@ -185,44 +185,6 @@ def backwards(x):
     return x.transpose(0, 1).contiguous().transpose(0, 1)
 
 
-@pytest.mark.parametrize("shape", ["full", "band"])
-@pytest.mark.parametrize(("kernel", "device", "dtypes"), [x for x in KERNELS if x.id != "cuda_flash"])
-def test_folds_are_rows_that_see_the_same_keys(kernel, device, dtypes, shape, generator):
-    """Folds as separate heads give the results of folds as rows that follow each other."""
-    folds, queries, keys = 3, 14, 30 if shape == "band" else 14
-
-    def as_heads(x):
-        return x.unflatten(2, (queries, folds)).transpose(2, 3).flatten(1, 2)
-
-    q, k, v, dout = make((2, 2, 2, queries * folds, keys, 8, 5), dtypes[0], generator, device)
-    out, lse = kernel.forward(q, k, v, KernelCall(shape, 0.4, folds))
-    got = out, lse, *kernel.backward(dout, Saved(q, k, v, out, lse), KernelCall(shape, 0.4, folds))
-    got = [*map(as_heads, got[:3]), *got[3:]]
-    math = Math()
-    q, k, v, dout = (x.cpu().double() for x in (q, k, v, dout))
-    want = math.forward(as_heads(q), k, v, KernelCall(shape, 0.4))
-    want += math.backward(as_heads(dout), Saved(as_heads(q), k, v, *want), KernelCall(shape, 0.4))
-    for x, y in zip(got, want, strict=True):
-        error = 16 * torch.finfo(dtypes[0]).eps * largest(y)
-        assert largest(x.cpu().double() - y) <= error
-
-
-@pytest.mark.parametrize("lay_out", [by_token, every_other_column, some_rows, backwards])
-@pytest.mark.parametrize(("kernel", "device", "dtypes"), KERNELS)
-def test_inputs_need_not_be_contiguous(kernel, device, dtypes, lay_out, generator):
-    for shape in ((2, 2, 3, 17, 17, 8, 8), (2, 2, 2, 20, 20, 8, 5)):
-        x = [lay_out(x) for x in make(shape, dtypes[0], generator, device)]
-        assert not any(part.is_contiguous() for part in x)
-        check(kernel, *x, "causal", between=lambda out, lse: (lay_out(out), by_token(lse)))
-
-
-@pytest.mark.parametrize(("kernel", "device", "dtypes"), KERNELS)
-def test_expanded_inputs(kernel, device, dtypes, generator):
-    """One tile's keys for all tiles, and the gradient of a sum: strides of 0."""
-    q, k, v, dout = make((3, 2, 2, 12, 20, 8, 8), dtypes[0], generator, device)
-    check(kernel, q, k[:1].expand_as(k), v[:1].expand_as(v), dout[:1, :1, :1, :1].expand_as(dout), "full")
-
-
 @pytest.mark.parametrize("shape", ["full", "causal", "band"])
 @pytest.mark.parametrize("rows_at_once", [0, 5, 31])
 def test_math_gives_the_same_in_slices(shape, rows_at_once, generator):
@@ -245,38 +207,46 @@ def test_math_gives_the_same_in_slices(shape, rows_at_once, generator):
         check(sliced, *(x.to(dtype) for x in (q, k, v, dout)), shape)
 
 
+def expanded(x):
+    """One tile for all, with a stride of 0."""
+    return x[:1].expand_as(x)
+
+
+@pytest.mark.parametrize("lay_out", [by_token, every_other_column, some_rows, backwards, expanded])
+@pytest.mark.parametrize(("kernel", "device", "dtypes"), KERNELS)
+def test_inputs_need_not_be_contiguous(kernel, device, dtypes, lay_out, generator):
+    for shape in ((2, 2, 3, 17, 17, 8, 8), (2, 2, 2, 20, 20, 8, 5)):
+        x = [lay_out(x) for x in make(shape, dtypes[0], generator, device)]
+        assert not any(part.is_contiguous() for part in x)
+        check(
+            kernel, *x, "causal", between=lambda out, lse: (lay_out(out) if lay_out != expanded else out, by_token(lse))
+        )
+
+
 def test_kernels_are_chosen(monkeypatch):
     """By the facts of the very device, and of what torch was built with; plan/test_kernel_choice.py has the whole choice."""
     asked = []
-    monkeypatch.setattr(kernels, "fault_of", lambda *_: None)
-    monkeypatch.setattr(kernels, "why_not_fused", lambda *_: "it is not built yet")
+    replaced(monkeypatch, kernels, fault_of=lambda *_: None, why_not_fused=lambda *_: "it is not built yet")
 
-    def chosen(device, dtype, widths=(64, 64), tiles=ANY_TILES, capability=(9, 0), flash=True, cudnn=None):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: asked.append(device) or capability)
-        monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: flash)
-        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
-        return type(choose_kernel(torch.device(device), dtype, *widths, tiles=tiles))
+    def chosen(device, dtype, capability=(9, 0), flash=True, cudnn=None):
+        replaced(monkeypatch, torch.cuda, get_device_capability=lambda device: asked.append(device) or capability)
+        replaced(monkeypatch, torch.backends.cuda, is_flash_attention_available=lambda: flash)
+        replaced(monkeypatch, torch.backends.cudnn, version=lambda: cudnn)
+        tiles = TileKinds(rows=4096, full_rows=True)
+        return type(choose_kernel(torch.device(device), dtype, 64, 64, tiles=tiles))
 
-    half, long = torch.float16, {"tiles": TileKinds(rows=4096, full_rows=True)}
-    for dtype in FLOATS:
-        assert chosen("cpu", dtype, (7, 300)) is CpuFlash
-    for dtype in HALVES:
-        assert chosen("cuda:1", dtype) is CudaFlash
-        assert chosen("cuda:1", dtype, flash=False) is CudaEfficient
-    for dtype, kernel in ((torch.float32, CudaEfficient), (torch.float64, Math)):
-        assert chosen("cuda:1", dtype) is kernel
-    # Old releases of cuDNN are not used, and older devices get kernels that they can run; some widths have no backward pass.
-    for cudnn, kernel in ((None, CudaFlash), (91500, CudaFlash), (91501, Cudnn)):
-        assert chosen("cuda:1", half, **long, cudnn=cudnn) is kernel
-    for capability, dtype, kernel in (
-        ((7, 5), half, CudaEfficient),
-        ((7, 5), torch.bfloat16, Math),
-        ((8, 0), half, CudaFlash),
+    half = torch.float16
+    assert [chosen("cpu", half), chosen("mps", torch.float32)] == [CpuFlash, Math]
+    # Old releases of cuDNN are not used, and older devices get kernels that they can run.
+    for facts, kernel in (
+        ({}, CudaFlash),
+        ({"flash": False}, CudaEfficient),
+        ({"cudnn": 91500}, CudaFlash),
+        ({"cudnn": 91501}, Cudnn),
+        ({"capability": (7, 5)}, CudaEfficient),
     ):
-        assert chosen("cuda:1", dtype, capability=capability) is kernel
-    assert chosen("cuda:1", half, (224, 64), capability=(8, 9)) is CudaEfficient
+        assert chosen("cuda:1", half, **facts) is kernel
     assert set(asked) == {torch.device("cuda:1")}, "devices of one machine may differ"
-    assert chosen("mps", torch.float32) is Math
     cpu = torch.device("cpu")
     assert choose_kernel(cpu, torch.float32, 8, 8) is choose_kernel(cpu, torch.float32, 8, 8)
 
@@ -286,21 +256,3 @@ def test_kernels_are_chosen(monkeypatch):
 def test_other_dtypes_are_refused(dtype, device):
     with pytest.raises(ValueError, match=f"attention needs floating point tensors, got {dtype}"):
         choose_kernel(torch.device(device), dtype, 64, 64)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_a_bias_is_added_to_the_scores(dtype, softcap, generator):
-    """As few queries to a `PatternCache` have it: -inf for rows that they do not see, log 2 for those that count twice."""
-    kernels = [Math(softcap)] if softcap else [Math(), CpuFlash()]
-    q, k, v = (torch.randn(2, 3, n, 8, generator=generator).to(dtype) for n in (4, 9, 9))
-    counts = torch.randint(3, (2, 1, 4, 9), generator=generator).index_fill(-1, torch.tensor([0]), 1)
-    scores = 0.3 * q.double() @ k.double().mT
-    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    weights = counts * torch.exp(scores)
-    expected = weights @ v.double() / weights.sum(-1, keepdim=True)
-    for kernel in kernels:
-        out, lse = kernel.forward_masked(q, k, v, Masked(False, 0.3, counts.double().log().to(dtype)))
-        bound = 40 * torch.finfo(dtype).eps
-        assert float((out.double() - expected).abs().max()) <= bound
-        assert float((lse.double() - weights.sum(-1).log()).abs().max()) <= bound

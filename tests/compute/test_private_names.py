@@ -13,6 +13,7 @@ import trl
 
 import hf_ring_attention
 from hf_ring_attention.compute import private
+from tests.support.patches import replaced
 
 FOLDER = Path(hf_ring_attention.__file__).parent
 LIBRARIES = {"torch": torch, "transformers": transformers, "accelerate": accelerate, "trl": trl}
@@ -71,8 +72,12 @@ def test_a_trainer_may_have_the_name_of_its_class_in_trl(name):
 @pytest.mark.parametrize(("library", "place", "name"), NAMES)
 def test_a_name_that_is_missing_is_named_with_the_release(library, place, name, monkeypatch):
     has = private._has
-    monkeypatch.setattr(private, "_has", lambda where, wanted: wanted != name and has(where, wanted))
-    monkeypatch.setattr(private, "installed_version", lambda root: LIBRARIES[root].__version__)
+    replaced(
+        monkeypatch,
+        private,
+        _has=lambda where, wanted: wanted != name and has(where, wanted),
+        installed_version=lambda root: LIBRARIES[root].__version__,
+    )
     root = library.split(".")[0]
     with pytest.raises(ImportError) as raised:
         CHECKS[library]()

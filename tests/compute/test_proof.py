@@ -13,12 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute import kernels, proof
-from hf_ring_attention.compute.cuda_kernels import CudaFlash, Cudnn
 from hf_ring_attention.compute.kernel import added, merged
 from hf_ring_attention.compute.kernels import CpuFlash, Math
 from hf_ring_attention.plan.kernel_choice import ANY_TILES, TileKinds
 from hf_ring_attention.ring import attention, planned
-from tests.support.cuda_operators import CudnnAttention, FlashAttention2
+from tests.support.patches import replaced
 
 CPU = torch.device("cpu")
 #: Of patterns, of exact attention, and of both if one rank holds whole rows of one document.
@@ -34,51 +33,19 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 @pytest.fixture(autouse=True)
 def nothing_is_proved(monkeypatch):
-    monkeypatch.setattr(proof, "_FAULTS", {})
+    replaced(monkeypatch, proof, _FAULTS={})
 
 
 def fault(kernel, dtype=torch.float32, widths=(16, 16), softcap=None, tiles="window", group=2):
     return proof.fault_of(kernel, softcap, TILES[tiles], CPU, dtype, group, *widths)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(6)
 @ALL_TILES
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_kernels_that_are_right(dtype, tiles):
-    for kernel, softcap in ((CpuFlash(), None), (Math(), None), (Math(2.0), 2.0)):
-        for widths in ((64, 128), (33, 5)):
-            assert fault(kernel, dtype, widths, softcap, tiles) is None
-
-
-class InFloat32:
-    """Operators that compute in float32 and round their results."""
-
-    def __init__(self, operators):
-        self.operators = operators
-
-    def __getattr__(self, name):
-        def call(*args, **kwargs):
-            dtype = args[0].dtype
-            wide = [x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
-            found = getattr(self.operators, name)(*wide, **kwargs)
-            kept = (1,) if "back" not in name else ()  # a log-sum-exp
-            return [x.to(dtype) if isinstance(x, torch.Tensor) and i not in kept else x for i, x in enumerate(found)]
-
-        return call
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize(
-    ("kernel", "operators", "tiles"),
-    [
-        *((CudaFlash(), FlashAttention2, tiles) for tiles in TILES),
-        *((Cudnn(), CudnnAttention(), tiles) for tiles in ("exact", "whole exact")),
-    ],
-    ids=lambda x: x if isinstance(x, str) else getattr(x, "name", ""),
-)
-def test_kernels_for_cuda_by_stand_ins(kernel, operators, tiles, dtype, checked_operators):
-    checked_operators(dtype, played_by=InFloat32(operators))
-    assert fault(kernel, dtype, (64, 64), None, tiles) is None
+    for kernel, softcap, widths in ((CpuFlash(), None, (64, 128)), (Math(), None, (33, 5)), (Math(2.0), 2.0, (33, 5))):
+        assert fault(kernel, dtype, widths, softcap, tiles) is None
 
 
 def everything_is_seen(q, k, v, call):
@@ -138,7 +105,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(9)
 @ALL_TILES
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(("kernel", "named"), WRONG, ids=lambda x: x if isinstance(x, str) else "")
@@ -167,6 +134,7 @@ def test_a_kernel_is_tried_once(monkeypatch):
     assert len(tried) > count
 
 
+@pytest.mark.drawn(2)
 @ALL_TILES
 def test_each_group_of_heads_and_long_tiles_are_tried(tiles):
     """Kernels are compiled for each group, and blocks of keys that need no mask are other code."""
@@ -201,6 +169,7 @@ def changed_by(change, inside, outside):
         change(outside)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     "context",
     [
@@ -228,7 +197,7 @@ def test_inside_a_graph(monkeypatch):
         proof._FAULTS.clear()
         return choose(*call)
 
-    monkeypatch.setattr(planned, "choose_kernel", chosen)
+    replaced(monkeypatch, planned, choose_kernel=chosen)
     x = torch.randn(1, 2, 16, 8, requires_grad=True)
     compiled = torch.compile(lambda x: ra.ring_attention(x, x, x, pattern="window:4"), backend="eager", fullgraph=True)
     compiled(x).sum().backward()
@@ -242,11 +211,11 @@ def test_inside_a_graph(monkeypatch):
 
 @pytest.fixture
 def cuda_facts(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    monkeypatch.setattr(kernels, "why_not_fused", lambda *_: "it is not here")
+    replaced(monkeypatch, torch.cuda, get_device_capability=lambda device: (9, 0))
+    replaced(monkeypatch, torch.backends.cuda, is_flash_attention_available=lambda: True)
+    replaced(monkeypatch, kernels, why_not_fused=lambda *_: "it is not here")
     faults = {}
-    monkeypatch.setattr(kernels, "fault_of", lambda kernel, *_: faults.get(kernel.name))
+    replaced(monkeypatch, kernels, fault_of=lambda kernel, *_: faults.get(kernel.name))
     return faults
 
 
@@ -286,9 +255,8 @@ def test_only_the_chosen_kernel_is_proved_and_the_next_if_it_fails(cuda_facts, m
     monkeypatch.setattr(
         kernels, "fault_of", lambda kernel, *_: proved.append(kernel.name) or cuda_facts.get(kernel.name)
     )
-    monkeypatch.setattr(kernels, "why_not_fused", lambda *_: None)
-    monkeypatch.setattr(kernels, "fused_kernel", lambda *_: SimpleNamespace(name="fused"))
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
+    replaced(monkeypatch, kernels, why_not_fused=lambda *_: None, fused_kernel=lambda *_: SimpleNamespace(name="fused"))
+    replaced(monkeypatch, torch.backends.cudnn, version=lambda: 92000)
     kernels._kernel.cache_clear()
 
     def chosen(tiles, softcap=None, group=4):

@@ -64,6 +64,7 @@ accelerator.end_training()
 """
 
 
+@pytest.mark.slow
 def test_cpu_2_starts_two_gloo_processes(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

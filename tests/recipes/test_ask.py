@@ -44,22 +44,6 @@ def expected(folder, pattern, questions=QUESTIONS):
         yield found[0, prompt.shape[1] :].tolist()
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("model_type", ["jamba", "qwen3_next", "lfm2"])
-def test_hybrids_forget_an_answer(model_type):
-    """The second question reads the text alone, not the first question and its answer."""
-    model = ra.patch_model(tiny_model(model_type, "ring_dilated"), "window:8+2")
-    text, questions = torch.arange(3, 40)[None], (torch.tensor([[50, 51, 52]]), torch.tensor([[60, 61]]))
-    cache, _ = ask.read(model, text, ra.Ring(), 16, shown=False)
-    for question in questions:
-        cache.activate_past_recording()
-        prompt = torch.cat([text, question], 1)
-        options = {"max_new_tokens": 6, "do_sample": False}
-        found = model.generate(prompt, **cache_argument(cache), **options)
-        assert torch.equal(found, model.generate(prompt, **cache_argument(ra.prefill(model, text)), **options))
-        cache.crop(text.shape[1] - cache.get_seq_length())
-
-
 @pytest.mark.parametrize("pattern", ["exact", "window:48+4", "kv0=exact;kv1=window:32"])
 def test_answers_are_those_of_a_whole_cache(folder, tmp_path, pattern):
     printed, figures = asked(folder, tmp_path / "one.json", "--pattern", pattern, "--at-once", 70)

@@ -11,6 +11,7 @@ import pytest
 import hf_ring_attention as ra
 from hf_ring_attention.cli.main import command_parser, main
 from tests.support.checkpoints import save_tiny_checkpoint
+from tests.support.patches import replaced
 from tests.support.recipe_runs import run
 
 
@@ -20,9 +21,7 @@ def shown(tmp_path, monkeypatch, capsys):
 
     def recipe(program, *words, processes=1):
         file = tmp_path / "figures.json"
-        out = run(program, *words, "--json", file, processes=processes, fork=program == "layer.py")
-        # The first process prints for all: a line for each pattern.
-        assert program != "layer.py" or out.count(" MiB a process") == 2
+        run(program, *words, "--json", file, processes=processes, fork=program == "layer.py")
         return json.loads(file.read_text())
 
     def command(*words, **_):
@@ -32,14 +31,23 @@ def shown(tmp_path, monkeypatch, capsys):
 
     save_tiny_checkpoint(tmp_path / "cache" / common.BUNDLED, max_position_embeddings=2048)
     monkeypatch.setenv("HF_RING_ATTENTION_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(demo, "run", recipe)
-    monkeypatch.setattr(demo, "command", command)
-    sizes = ["--layer-tokens", "4096", "--steps", "1", "--row-tokens", "128", "--minutes", "99"]
+    replaced(monkeypatch, demo, run=recipe, command=command)
+    sizes = ["--layer-tokens", "1024", "--tokens", "1024", "--steps", "1", "--row-tokens", "64", "--minutes", "99"]
     monkeypatch.setattr("sys.argv", ["demo.py", *sizes, "--output", str(tmp_path / "demo")])
     demo.main()
     return capsys.readouterr().out.splitlines()
 
 
+def test_a_layer_on_two_processes(tmp_path):
+    file = tmp_path / "figures.json"
+    out = run("layer.py", "--tokens", 1024, "--pattern", demo.WINDOW, "--json", file, processes=2)
+    rows = json.loads(file.read_text())
+    assert [(row["attention"], row["processes"]) for row in rows] == [("exact", 2), (demo.WINDOW, 2)]
+    assert out.count(" MiB a process") == 2, "The first process prints for all: a line for each pattern."
+    assert all(row["seconds"] > 0 and row["bytes"] > 0 for row in rows)
+
+
+@pytest.mark.slow
 def test_the_demo(shown, tmp_path):
     figures = json.loads((tmp_path / "demo" / "demo.json").read_text())
     chosen = tmp_path / "demo" / "calibrated" / "calibration.json"
@@ -50,7 +58,7 @@ def test_the_demo(shown, tmp_path):
         assert [row["pattern"] for row in figures[part]] == patterns
         assert f"perplexity against exact: {', '.join(told)}" in shown
     assert abs(figures["two_processes"]) < 1e-4
-    assert ra.Calibration.load(chosen).seq_len == 1024 and 0 < ra.Calibration.load(chosen).flop_share <= demo.BUDGET
+    assert ra.Calibration.load(chosen).seq_len == 512 and 0 < ra.Calibration.load(chosen).flop_share <= demo.BUDGET
     assert 0.9 * demo.BUDGET < ra.Pattern.parse(demo.RIVAL).flop_share(1024) < demo.BUDGET
     for when in ("before", "after"):
         exact, other = (figures["fine_tuning"][name][f"perplexity_{when}"] for name in ("exact", demo.LEARNED))
@@ -62,8 +70,8 @@ def test_the_demo(shown, tmp_path):
     # It closes with its figures and a command that runs.
     layers = [(row["attention"], row["processes"]) for row in figures["layer"]]
     assert layers == [("sdpa", 1), (demo.WINDOW, 1), ("exact", 2), (demo.WINDOW, 2)]
-    # The queries alone, and as much for out and for each of their gradients: 4096 tokens x 2 heads x 64 numbers of 4 bytes.
-    assert all(row["bytes"] * row["processes"] > 4 * 4096 * 2 * 64 * 4 for row in figures["layer"])
+    # The queries alone, and as much for out and for each of their gradients: 1024 tokens x 2 heads x 64 numbers of 4 bytes.
+    assert all(row["bytes"] * row["processes"] > 4 * 1024 * 2 * 64 * 4 for row in figures["layer"])
     seconds = {(row["attention"], row["processes"]): row["seconds"] for row in figures["layer"]}
     text, (python, *words) = " ".join(shown), shlex.split(shown[-1])
     assert f"was {seconds['sdpa', 1] / seconds[demo.WINDOW, 1]:.1f} times as fast as sdpa" in text

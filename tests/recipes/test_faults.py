@@ -1,7 +1,7 @@
 """Faults of the recipes' runs: signals, disks that are full, and files that were cut short. What is whole stays readable.
 
 Each run that goes on takes the steps of the uninterrupted one. Faults of one of two processes are in test_faults_of_two.py;
-processes that are killed, stall or raise in tests/ring/test_faults.py and tests/training/test_failures.py.
+processes that are killed, stall or raise in tests/ring/test_faults.py.
 """
 
 import errno
@@ -23,6 +23,7 @@ import pytest
 import torch
 
 from hf_ring_attention.evaluation.whole_files import own_folder
+from tests.support.patches import replaced
 from tests.support.recipe_runs import STEPS, at_step, launch, losses_of, refused, run, save_inputs, words
 
 
@@ -103,11 +104,11 @@ def test_the_trainer_stops_saves_and_goes_on(folder, tmp_path, monkeypatch, disk
     output = disk.folder / "run"
     with monkeypatch.context() as patch:
         act = stopping(lambda: os.kill(os.getpid(), signal.SIGTERM))
-        patch.setattr(finetune_trainer.ra.RingTrainer, "training_step", act)
+        replaced(patch, finetune_trainer.ra.RingTrainer, training_step=act)
         assert by_the_trainer(folder, output, *SAVING).returncode == 128 + signal.SIGTERM
         assert checkpoints.last_saved(output, 1).name == "checkpoint-3"
         calls.clear()
-        patch.setattr(finetune_trainer.ra.RingTrainer, "training_step", stopping(disk.fill))
+        replaced(patch, finetune_trainer.ra.RingTrainer, training_step=stopping(disk.fill))
         told = r"process 0: a checkpoint could not be written \(.*make space there, and go on with --resume_from_checkpoint"
         assert re.search(told, by_the_trainer(folder, output, *RESUME).stderr)
         disk.free()
@@ -125,7 +126,7 @@ def test_a_loss_or_a_norm_that_is_not_finite_ends_the_run(loss, norm, folder, tm
             nan_at_step_4(patch, finetune, "batch_loss")
         else:
             norms = iter([1.0, 1.0, 1.0, math.inf])
-            patch.setattr(finetune.Accelerator, "clip_grad_norm_", lambda *_: torch.tensor(next(norms)))
+            replaced(patch, finetune.Accelerator, clip_grad_norm_=lambda *_: torch.tensor(next(norms)))
         told = rf"^step 4: loss {loss}, gradient norm {norm}: training stops.* Last good checkpoint: .*/checkpoint-3\. "
         error = refused("finetune.py", *words(folder, tmp_path, "--save-every", "1", "--keep", "1"))
         assert re.search(told + "Start again with a smaller --lr,", error, re.MULTILINE)
@@ -266,7 +267,7 @@ def test_a_checkpoint_that_was_cut_short_is_passed_over(folder, whole, tmp_path,
 def test_a_conversion_that_was_killed_is_made_anew(folder, tmp_path, monkeypatch):
     """With the tiny model in place of the bundled one."""
     monkeypatch.setenv("HF_RING_ATTENTION_CACHE", str(tmp_path))
-    monkeypatch.setattr(common, "obstacle", lambda: None)
+    replaced(monkeypatch, common, obstacle=lambda: None)
     converted = tmp_path / common.BUNDLED
     part = converted.with_name(f"{common.BUNDLED}.part-1")
 
@@ -280,9 +281,9 @@ def test_a_conversion_that_was_killed_is_made_anew(folder, tmp_path, monkeypatch
         shutil.copytree(folder / "model", converted)
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(common.subprocess, "run", killed)
+    replaced(monkeypatch, common.subprocess, run=killed)
     with pytest.raises(SystemExit, match="was not converted"):
         common.load_model(common.BUNDLED)
     assert part.exists() and not converted.exists()
-    monkeypatch.setattr(common.subprocess, "run", converting)
+    replaced(monkeypatch, common.subprocess, run=converting)
     assert common.load_model(common.BUNDLED).config.hidden_size == 32

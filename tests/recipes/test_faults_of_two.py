@@ -44,12 +44,13 @@ def test_a_loss_that_is_not_finite_ends_both(folder, tmp_path):
     assert checkpoints.last_saved(tmp_path).name == "checkpoint-2"
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("fault", "status", "told"),
     [("disk", 1, "process 1: checkpoint-4 could not be written"), ("SIGKILL", 9, r"lost process 1 of 2 \(killed")],
 )
 def test_a_fault_of_one_while_both_save_ends_both(fault, status, told, folder, tmp_path):
-    """And leaves the checkpoint before it whole, from which the next test shows how they go on."""
+    """And leaves the checkpoint before it whole, from which a test below shows how they go on."""
     done = two(folder, tmp_path, fault, "--save-every", "2")
     assert done.returncode == status and re.search(told, done.stderr), done.stderr[-3000:]
     # Named once, in any number of contexts.
@@ -68,6 +69,7 @@ def test_a_signal_to_one_ends_both_and_they_go_on(folder, tmp_path):
     assert losses_of(stopped) == losses_of(whole)
 
 
+@pytest.mark.slow
 def test_torchrun_passes_a_signal_on_and_leaves_no_process(folder, tmp_path):
     """To the launcher alone, as a cluster sends it: both processes save, and none is left."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

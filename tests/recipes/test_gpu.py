@@ -13,6 +13,7 @@ import pytest
 from timing import kernel_microseconds
 from torch.autograd import DeviceType
 
+from tests.support.patches import replaced
 from tests.support.ranks import TIMEOUT
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +40,19 @@ SECTIONS += ["training steps", "decoding", "a simulated ring", "process group", 
 SECTIONS += ["speed, 1024 tokens, the longest rows", "compiled models", "first calls"]
 
 
+def titles_of(printed):
+    return [line[3:].rpartition(", ")[0] for line in printed.splitlines() if line.startswith("== ")]
+
+
+def assert_right(figures):
+    """Those of the parts that a dry run has time for."""
+    assert figures["wrong"] == {} and figures["machine"]["commit"] and all(figures["group"].values())
+    assert len(figures["errors"]) == 8 * len(gpu.KERNELS)
+    assert [row["name"] for row in figures["ring"]] == ["exact", "window:512+4", "pyramid:512,3"]
+    assert all(row["error"] < gpu.LIMITS[gpu.DTYPE] and (row["ratio"] is None) != gpu.CUDA for row in figures["ring"])
+    assert len(figures["flash"]) + len({"FA3", "FA4"} & figures["left out"].keys()) >= 2
+
+
 @pytest.fixture
 def without_packages(tmp_path, monkeypatch):
     """Programs that start in this test have none of the packages."""
@@ -48,18 +62,17 @@ def without_packages(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_every_section(tmp_path, without_packages):
     words = [f"PYTHON={sys.executable}", f"GPU_ARGS=--small --json {tmp_path / 'figures.json'}"]
     done = subprocess.run(
         ["make", "-C", ROOT, "--no-print-directory", "gpu", *words], capture_output=True, text=True, timeout=TIMEOUT
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
-    assert [line[3:].rpartition(", ")[0] for line in lines if line.startswith("== ")] == SECTIONS
-    assert max(map(len, lines[:-1])) <= 100  # The last line names the file.
+    assert titles_of(done.stdout) == SECTIONS
+    assert max(map(len, done.stdout.splitlines()[:-1])) <= 100  # The last line names the file.
     figures = json.loads((tmp_path / "figures.json").read_text())
-    assert figures["wrong"] == {}
-    assert len(figures["errors"]) == 8 * len(gpu.KERNELS)
+    assert_right(figures)
     # The file that it runs at small sizes needs none of the missing packages.
     assert "skipped" in figures["tests"]
     assert {row["tokens"] for row in figures["speed"]} == {256, 512, 1024}
@@ -75,32 +88,29 @@ def test_a_dry_run_of_every_section(tmp_path, without_packages):
             assert verdict == ("met" if row["of SDPA"] >= float(goal) else "missed")
     steps = {row["name"]: row for row in figures["steps"]}
     assert len(steps) == len(gpu_times.LLAMAS) * len(gpu_times.WAYS)
-    assert all(figures["group"].values())
-    assert [row["name"] for row in figures["decoding"]] == ["sdpa", "exact", "window:512+4"]
-    # A CPU has no time of kernels.
-    assert all(row["ms"] > 0 and (row["GPU ms"] is None) != gpu.CUDA for row in figures["decoding"])
-    assert [row["name"] for row in figures["ring"]] == ["exact", "window:512+4", "pyramid:512,3"]
-    assert all(row["error"] < gpu.LIMITS[gpu.DTYPE] and (row["ratio"] is None) != gpu.CUDA for row in figures["ring"])
     long = {row["name"]: row for row in figures["long rows"]}
     assert long.keys() == {"256, window:512+4", "256, pyramid:512,3", "512, window:512+4", "256, exact"}
     # MLPs in slices change the estimate, and not the loss.
     assert long["256, exact"]["estimate"] < steps["1B, exact"]["estimate"]
     assert long["256, exact"]["loss"] == pytest.approx(steps["1B, exact"]["loss"], rel=1e-5)
-    assert len(figures["flash"]) + len({"FA3", "FA4"} & figures["left out"].keys()) >= 2
-    assert figures["machine"]["commit"]
+    assert [row["name"] for row in figures["decoding"]] == ["sdpa", "exact", "window:512+4"]
+    # A CPU has no time of kernels.
+    assert all(row["ms"] > 0 and (row["GPU ms"] is None) != gpu.CUDA for row in figures["decoding"])
+    [row] = figures["proofs"]
+    assert row.pop("pattern") == "window:512+4" and len(row) == 3 and min(row.values()) > 0
     ways = ("eager", "compiled with breaks", "in one graph")
     assert [(row["pattern"], row["way"]) for row in figures["compile"]] == [("window:512+4", way) for way in ways]
     assert all(row["tokens/s"] > 0 and ("worth" in row) == (row["way"] == ways[-1]) for row in figures["compile"])
-    [row] = figures["proofs"]
-    assert row.pop("pattern") == "window:512+4" and len(row) == 3 and min(row.values()) > 0
 
 
 def test_parts_can_be_named(tmp_path, capsys):
+    """Parts of a dry run that take little time, in this process."""
+    words = ["--small", "--parts", "group", "errors", "ring", "flash"]
     with pytest.raises(SystemExit) as ended:
-        gpu.main(["--small", "--parts", "group", "flash", "--json", str(tmp_path / "figures.json")])
+        gpu.main([*words, "--json", str(tmp_path / "figures.json")])
     assert not ended.value.code
-    titles = [line[3:].rpartition(", ")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("== ")]
-    assert titles == ["versions and ceilings", "process group", "FlashAttention 3 and 4"]
+    assert titles_of(capsys.readouterr().out) == [*SECTIONS[:2], *SECTIONS[7:9], SECTIONS[10]]
+    assert_right(json.loads((tmp_path / "figures.json").read_text()))
     with pytest.raises(SystemExit):
         gpu.main(["--small", "--parts", "nothing"])
     assert "invalid choice: 'nothing'" in capsys.readouterr().err
@@ -122,7 +132,7 @@ def test_missing_packages_are_named(report, without_packages, monkeypatch, capsy
     assert report.figures["left out"] == left_out | {"tests/training/test_stock_trainers.py": "datasets is missing"}
     assert report.figures["wrong"] == {}
     assert "left out: tests/plan/test_notation.py: hypothesis is missing" in capsys.readouterr().out
-    monkeypatch.setattr(gpu, "find_spec", lambda name: None)
+    replaced(monkeypatch, gpu, find_spec=lambda name: None)
     gpu.tests(report)
     assert report.figures["left out"]["tests"] == "pytest is missing"
 
@@ -133,14 +143,22 @@ MARKED = "import pytest\n@pytest.mark.cuda\ndef test_{}():\n    assert {} == 2\n
 
 
 def test_failed_tests_and_wrong_numbers_are_named(report, monkeypatch, tmp_path, capsys):
+    """Beside the pytest-benchmark of images for GPUs, which warns if it is loaded. The longest tests start last."""
+    plugin = tmp_path / "plugin" / "benchmark-1.dist-info"
+    plugin.mkdir(parents=True)
+    (plugin / "METADATA").write_text("Name: benchmark\nVersion: 1\n")
+    (plugin / "entry_points.txt").write_text("[pytest11]\nbenchmark = warns_beside_xdist\n")
+    (plugin.parent / "warns_beside_xdist.py").write_text("raise RuntimeError('a warning')")
+    monkeypatch.setenv("PYTHONPATH", str(plugin.parent))
     (tmp_path / "conftest.py").write_text(ALL)
     (tmp_path / "test_one.py").write_text(MARKED.format("wrong", 1) + MARKED.format("right", 2))
     gpu.tests(report, f"--rootdir={tmp_path}", str(tmp_path))
     assert [*report.figures["wrong"].values()] == ["assert 1 == 2"]
     assert "1 failed, 1 passed" in report.figures["tests"]
+    assert Path(gpu.marked_files()[-1]).name == "test_against_oracle.py"
     whole = gpu.ra.ring_attention
-    monkeypatch.setattr(gpu.ra, "ring_attention", lambda *x, **y: tuple(1.01 * z for z in whole(*x, **y)))
-    monkeypatch.setattr(gpu, "LIMITS", {"float32": -1.0})
+    replaced(monkeypatch, gpu.ra, ring_attention=lambda *x, **y: tuple(1.01 * z for z in whole(*x, **y)))
+    replaced(monkeypatch, gpu, LIMITS={"float32": -1.0})
     gpu.errors(report)
     assert len(report.figures["wrong"]) == 1 + 8 * len(gpu.KERNELS)
 
@@ -159,21 +177,6 @@ def test_errors_and_missing_time_leave_figures(report, capsys):
     assert figures["wrong"] == {"wrong": "ZeroDivisionError: integer division or modulo by zero"}
 
 
-def test_a_plugin_for_benchmarks_changes_nothing(report, monkeypatch, tmp_path):
-    """Images for GPUs have pytest-benchmark, which warns beside xdist. The longest tests start last."""
-    plugin = tmp_path / "plugin" / "benchmark-1.dist-info"
-    plugin.mkdir(parents=True)
-    (plugin / "METADATA").write_text("Name: benchmark\nVersion: 1\n")
-    (plugin / "entry_points.txt").write_text("[pytest11]\nbenchmark = warns_beside_xdist\n")
-    (plugin.parent / "warns_beside_xdist.py").write_text("raise RuntimeError('a warning')")
-    monkeypatch.setenv("PYTHONPATH", str(plugin.parent))
-    (tmp_path / "conftest.py").write_text(ALL)
-    (tmp_path / "test_one.py").write_text(MARKED.format("right", 2))
-    gpu.tests(report, f"--rootdir={tmp_path}", str(tmp_path))
-    assert report.figures["wrong"] == {} and "1 passed" in report.figures["tests"]
-    assert Path(gpu.marked_files()[-1]).name == "test_against_oracle.py"
-
-
 def test_tests_that_take_too_long_are_left_out(report, monkeypatch, tmp_path):
     """Pytest is waited for, also once it was killed: Python warns of a process that still runs when it is forgotten."""
     deaf = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(60)"
@@ -181,8 +184,8 @@ def test_tests_that_take_too_long_are_left_out(report, monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     report.end, started = time.monotonic(), []
     start, wait = subprocess.Popen, subprocess.Popen.wait
-    monkeypatch.setattr(subprocess, "Popen", lambda *x, **y: started.append(start(*x, **y)) or started[0])
-    monkeypatch.setattr(start, "wait", lambda process, seconds=None: wait(process, seconds and min(seconds, 2)))
+    replaced(monkeypatch, subprocess, Popen=lambda *x, **y: started.append(start(*x, **y)) or started[0])
+    replaced(monkeypatch, start, wait=lambda process, seconds=None: wait(process, seconds and min(seconds, 2)))
     gpu.tests(report, str(tmp_path))
     assert started[0].returncode is not None
     assert report.figures["left out"] == {"tests": "those that had not ended after 1 s"}
@@ -192,7 +195,7 @@ def test_tests_that_take_too_long_are_left_out(report, monkeypatch, tmp_path):
 
 def test_a_ring_with_other_results_is_wrong(report, monkeypatch):
     run = gpu.ra.run_simulated
-    monkeypatch.setattr(gpu.ra, "run_simulated", lambda *x, **y: [[1.01 * z for z in one] for one in run(*x, **y)])
+    replaced(monkeypatch, gpu.ra, run_simulated=lambda *x, **y: [[1.01 * z for z in one] for one in run(*x, **y)])
     gpu_times.ring_on_one_device(report)
     assert [row["error"] for row in report.figures["ring"]] == pytest.approx([0.01] * 3, rel=1e-3)
     assert [*report.figures["wrong"]] == [f"ring of 8, {row['name']}" for row in report.figures["ring"]]
@@ -214,7 +217,7 @@ def test_other_implementations_are_timed_where_they_are_installed(report, monkey
     settings = {"activate": activate, "restore": active.clear}
     for word, function in settings.items():
         monkeypatch.setattr(gpu.torch.nn.attention, f"{word}_flash_attention_impl", function)
-    monkeypatch.setattr(gpu_times, "flex", flex)
+    replaced(monkeypatch, gpu_times, flex=flex)
     gpu_times.flash(report)
     assert report.figures["left out"]["FA3"] == "ImportError: No module named 'flash_attn_interface'"
     by_torch, *_, by_flex = report.figures["flash"]

@@ -1,4 +1,4 @@
-"""The bundled real model: exact equals sdpa, patterns equal an independent dense computation, and greedy tokens are sdpa's."""
+"""The bundled real model: exact equals sdpa, and patterns equal an independent dense computation."""
 
 import copy
 import importlib.util
@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 #: More tokens than the longest segment below has, and layers enough for large activations.
-TOKENS, LAYERS = 72, 4
+TOKENS, LAYERS = 72, 2
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +52,3 @@ def test_patterns_equal_their_definition(real):
             for other in (dense.DENSE, "sdpa") if pattern == "exact" else (dense.DENSE,):
                 torch.testing.assert_close(found[pattern], losses_by(other, part, ids), rtol=EXACT, atol=EXACT)
         assert len({float(losses.sum()) for losses in found.values()}) == len(found)
-
-
-def test_greedy_tokens_of_sdpa(real):
-    model, ids = ra.patch_model(real[0], "exact"), real[1][:, :60]
-    found = []
-    for implementation in ("ring_dilated", "sdpa"):
-        model.set_attn_implementation(implementation)
-        with torch.inference_mode():
-            found.append(model.generate(ids, max_new_tokens=6, min_new_tokens=6, do_sample=False))
-    model.set_attn_implementation("ring_dilated")
-    assert found[0].shape == (1, 66) and torch.equal(*found)

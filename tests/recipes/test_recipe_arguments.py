@@ -1,9 +1,7 @@
 """Bad arguments of recipes are refused while they are read, with what was expected and what came; --help needs no extras."""
 
 import importlib
-import subprocess
-import sys
-from pathlib import Path
+import os
 
 import common
 import finetune
@@ -11,8 +9,10 @@ import pytest
 from accelerate.utils import LoggerType
 
 from tests.support.missing import without
-
-ROOT = Path(__file__).parents[2]
+from tests.support.patches import replaced
+from tests.support.programs import run_program
+from tests.support.ranks import TIMEOUT
+from tests.support.recipe_runs import RECIPES
 
 #: The recipe, its arguments, and its error.
 REFUSED = [
@@ -30,28 +30,26 @@ REFUSED = [
     ("finetune", "--streaming", "--streaming: it is about a data set: name one with --dataset"),
     ("finetune", "--eval-every 5", "--eval-every: there is nothing to evaluate on: keep some tokens with --held-out"),
     ("finetune", "--report-to paper", "--report-to: invalid choice: 'paper'"),
-    ("finetune", "--distill", "--distill: the model computes exact attention already: name another --pattern"),
     ("finetune", "--distill --pattern window:32", "--distill: the teacher has the model's own weights"),
     ("finetune", "--model ./none", "--model: there is no folder './none'"),
-    ("finetune", "--model {file}", "--model: there is no folder '{file}'"),
     ("finetune", "--model {empty}", "--model: the folder '{empty}' holds no model: there is no config.json in it"),
-    ("perplexity", "--columns text", "--columns: it is about a data set: name one with --dataset"),
     ("perplexity", "--pattern exact longnet:100/3", "multiple of dilation"),
     ("retrieval", "--depths 1.5", "--depths: numbers from 0, the beginning, to 1 were expected, got [1.5]"),
-    ("retrieval", "--pattern windw:3", "--pattern: pattern 'windw:3'"),
-    ("retrieval", "--plot none/a.png", "--plot: there is no folder 'none'"),
     ("ask", "--pattern windw:3", "--pattern: pattern 'windw:3'"),
-    ("ask", "--text nofile.txt", "--text: there is no file 'nofile.txt'"),
     ("ask", "--answer-tokens 0", "--answer-tokens: a whole number of at least 1 was expected, got 0"),
     ("demo", "--row-tokens 63", "--row-tokens: a whole number of at least 64 was expected, got 63"),
     ("layer", "--heads 3 --kv-heads 2", "--heads: 3 does not divide by the 2 of --kv-heads"),
     ("finetune_trainer", "--max_steps 0", "--max_steps: 1 or more was expected, or -1 for --num_train_epochs, got 0"),
     ("finetune_trainer", "--learning_rate 0", "--learning_rate: a number above 0 was expected, got '0.0'"),
     ("finetune_trainer", "--per_device_train_batch_size 0", "--per_device_train_batch_size: a whole number of at"),
-    ("finetune_trainer", "--held_out 1", "--held-out: the first token of a text is not predicted"),
-    ("finetune_trainer", "--long_documents fold", "--long-documents: invalid choice: 'fold'"),
     ("finetune_trainer", "--eval_strategy steps", "--eval_strategy: there is nothing to evaluate on: keep some tokens"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def no_obstacle(monkeypatch):
+    """The model of the demo may not be installed here, and is not looked for before the arguments are read."""
+    replaced(monkeypatch, common, obstacle=lambda *_: None)
 
 
 @pytest.mark.parametrize(("recipe", "words", "message"), REFUSED, ids=lambda text: text if len(text) < 60 else "")
@@ -59,9 +57,7 @@ def test_bad_arguments_are_refused_while_they_are_read(recipe, words, message, p
     def never(*args, **kwargs):
         raise AssertionError("something is loaded or started")
 
-    monkeypatch.setattr(common, "installed_model", never)
-    # The model of the demo may not be installed here, and is not looked for before the arguments are read.
-    monkeypatch.setattr(common, "obstacle", lambda *_: None)
+    replaced(monkeypatch, common, installed_model=never)
     words = [word.format(**places) for word in words.split()]
     if recipe == "finetune_trainer":
         words += ["--use_cpu", "true"]
@@ -71,8 +67,7 @@ def test_bad_arguments_are_refused_while_they_are_read(recipe, words, message, p
     assert message.format(**places) in capsys.readouterr().err
 
 
-def test_texts_and_patterns_of_repeated_options_are_kept(places, monkeypatch):
-    monkeypatch.setattr(common, "obstacle", lambda *_: None)
+def test_texts_and_patterns_of_repeated_options_are_kept(places):
     file = str(places["file"])
     words = ["--text", file, file, "--text", file]
     assert finetune.parse_args(words).text == [file] * 3
@@ -81,16 +76,14 @@ def test_texts_and_patterns_of_repeated_options_are_kept(places, monkeypatch):
 
 
 @pytest.mark.parametrize("words", ["", "--steps 1", "--warmup 0", "--schedule constant --warmup 50", "--held-out 2"])
-def test_finetune_takes_what_goes_together(words, monkeypatch):
-    monkeypatch.setattr(common, "obstacle", lambda *_: None)
+def test_finetune_takes_what_goes_together(words):
     args = finetune.parse_args(words.split())
     assert args.ranks is None and args.pattern == "exact"
     assert args.schedule == "constant" or args.warmup < args.steps
 
 
 def test_trackers_that_are_not_installed_are_refused(monkeypatch, capsys):
-    monkeypatch.setattr(common, "obstacle", lambda *_: None)
-    monkeypatch.setattr(finetune, "get_available_trackers", lambda: [LoggerType.TENSORBOARD])
+    replaced(monkeypatch, finetune, get_available_trackers=lambda: [LoggerType.TENSORBOARD])
     assert finetune.parse_args(["--report-to", "tensorboard"]).report_to == ["tensorboard"]
     with pytest.raises(SystemExit):
         finetune.parse_args(["--report-to", "tensorboard", "comet_ml"])
@@ -109,7 +102,6 @@ def test_trackers_that_are_not_installed_are_refused(monkeypatch, capsys):
 def test_options_without_their_package_say_what_to_install(recipe, words, package, monkeypatch, capsys):
     name = package.partition(">")[0]
     without(monkeypatch, name)
-    monkeypatch.setattr(common, "obstacle", lambda *_: None)
     if recipe == "finetune":
         finetune.parse_args([])  # It needs the package for this option alone.
     with pytest.raises(SystemExit):
@@ -122,7 +114,6 @@ import runpy, sys
 
 sys.modules.update(matplotlib=None, gguf=None)  # any import of them fails
 folder, *recipes = sys.argv[1:]
-sys.path.insert(0, folder)
 for recipe in recipes:
     sys.argv = [recipe, "--help"]
     try:
@@ -132,10 +123,12 @@ for recipe in recipes:
 """
 
 
-def test_recipes_explain_themselves_without_extras():
+def test_recipes_explain_themselves_without_extras(tmp_path):
+    """What the package itself imports is in test_imports.py."""
     recipes = ["finetune", "finetune_trainer", "perplexity", "retrieval", "ask", "layer", "demo"]
-    command = [sys.executable, "-c", HELP, str(ROOT / "recipes"), *recipes]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    (tmp_path / "help.py").write_text(HELP)
+    environment = {**os.environ, "PYTHONPATH": str(RECIPES)}
+    done = run_program(tmp_path / "help.py", RECIPES, *recipes, environment=environment, timeout=TIMEOUT)
     assert done.returncode == 0, done.stderr[-2000:]
     for default in ("(default exact)", "(default exact window:512+4 pyramid:512,3)"):
         assert default in " ".join(done.stdout.split())

@@ -5,9 +5,7 @@ import os
 import runpy
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import get_args
 
 import gpu
@@ -19,6 +17,7 @@ from hf_ring_attention.compute.fused.choice import settings_for
 from hf_ring_attention.compute.fused.settings import Loops, Setting, Settings
 from tests import tune
 from tests.support.fused import needs_interpreter, needs_triton
+from tests.support.patches import replaced
 
 H100 = {width: settings_for(torch.bfloat16, width, "sm_90") for width in (64, 128)}
 NAMES = [workload.name for workload in tune.WORKLOADS]
@@ -37,6 +36,7 @@ def row_read(row, folder):
     return runpy.run_path(str(module))["ROWS"]
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_a_dry_run(tmp_path, capfd):
     """The process that `make gpu` starts compiles, checks and times candidates, and its figures come back."""
@@ -59,12 +59,12 @@ def test_a_dry_run(tmp_path, capfd):
 
 
 def test_without_triton_or_tests_the_part_is_left_out_and_a_broken_process_is_wrong(report, tmp_path, monkeypatch):
-    monkeypatch.setattr(tune, "why_not_fused", lambda *_: "Triton cannot be imported")
+    replaced(monkeypatch, tune, why_not_fused=lambda *_: "Triton cannot be imported")
     with pytest.raises(SystemExit) as ended:
         tune.main(["--small", "--json", str(tmp_path / "tune.json")])
     assert not ended.value.code
     assert json.loads((tmp_path / "tune.json").read_text())["left out"] == {tune.TITLE: "Triton cannot be imported"}
-    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    replaced(monkeypatch, gpu, ROOT=tmp_path)
     gpu.tune(report)
     assert report.figures["left out"] == {gpu.SETTINGS: "this copy has no tests"}
     (tmp_path / "tests").mkdir()
@@ -89,7 +89,7 @@ def test_wrong_and_slow_candidates_are_named(report, monkeypatch, capsys):
         if constants["BLOCK_M"] == 32 and "RESUME" in constants:
             args[3].mul_(1.1)  # out
 
-    monkeypatch.setattr(tune.Trial, "_launch", staticmethod(wrong))
+    replaced(monkeypatch, tune.Trial, _launch=staticmethod(wrong))
     tune.tune_width(report, scale, "cpu", shape, now, found, 60)
     assert report.figures["wrong"].keys() == {"forward 32 16 4 1 one, width 64"}
     assert "differs from today's by 1.0e-01" in report.figures["wrong"]["forward 32 16 4 1 one, width 64"]
@@ -101,20 +101,6 @@ def test_wrong_and_slow_candidates_are_named(report, monkeypatch, capsys):
     report.run("large", 0, lambda: (_ for _ in ()).throw(OutOfResources(600, 512, "tensor memory")))
     assert "out of resource: tensor memory" in report.figures["left out"]["large"]
     assert "Nothing changes." in capsys.readouterr().out
-
-
-def test_candidates_that_time_or_memory_do_not_allow_to_compile(report, monkeypatch, capsys):
-    def answer(function, arguments):  # Those without bytes or an error never come.
-        return SimpleNamespace(wait=lambda _: None, ready=lambda: arguments[0] is not None, get=lambda: arguments[0])
-
-    pool = nullcontext(SimpleNamespace(apply_async=answer))
-    monkeypatch.setattr(tune.mp, "get_context", lambda kind: SimpleNamespace(Pool={1: pool}.get))
-    tasks = {(64, "dq", Setting(16 << n, 16, 4, 1)): answer for n, answer in enumerate((100, 101, "an error", None))}
-    fits, _, broken, late = tasks
-    assert tune.compile_all(report, tune.SMALL, tasks, 100) == [fits]
-    assert report.figures["wrong"] == {tune.named(*broken): "an error"}
-    assert report.figures["left out"] == {tune.named(*late): "there was no time to compile it"}
-    assert "1 compiled; 1 others need more" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("kind", "shared"), [("sm_80", 163), ("sm_86", 99), ("sm_90", 227), ("gfx942", 64)])
@@ -132,12 +118,6 @@ def test_candidates_fit_into_shared_memory(kind, shared):
         assert {x.loops for every in found.values() for x in every if x} == set(get_args(Loops))
     if kind == "sm_90":  # 64 query rows, and 128 keys, by 8 warps
         assert {(x.rows, x.keys, x.warps) for x in found["dkdv"]} >= {(64, 64, 8), (64, 128, 8), (32, 128, 8)}
-
-
-def test_little_memory_takes_fewer_stages():
-    many, few = (tune.candidates(H100[128], 128, "sm_90", kib << 10)["forward"][2:] for kib in (227, 70))
-    assert {x.stages for x in many} == {2, 3} and {x[:4] for x in few} >= {(128, 64, 8, 2), (64, 32, 4, 3)}
-    assert (128, 128, 8, 1) in {x[:4] for x in few}
 
 
 def test_workloads_see_few_keys_or_many():
@@ -192,13 +172,6 @@ def test_key_items_of_few_keys_have_one_setting_or_none():
     assert tune.best_settings(H100[128], ratios(few_keys=made_up))[0].few_keys == OTHER
 
 
-def test_kernels_without_times_keep_their_settings():
-    empty = {kernel: {} for kernel in tune.BLOCKS}
-    assert tune.best_settings(H100[64], empty) == (H100[64], [])
-    without_today = ratios(dq={OTHER._replace(warps=4): (0.1, 0.1)})
-    assert tune.best_settings(H100[64], without_today) == (H100[64], [])
-
-
 @pytest.mark.parametrize("width", [64, 128])
 def test_the_row_is_code(width, tmp_path):
     row = tune.row_of("sm_80", width, H100[width])
@@ -206,16 +179,6 @@ def test_the_row_is_code(width, tmp_path):
     changed = H100[width]._replace(few_keys=OTHER, dq=(OTHER, OTHER._replace(loops="split", small=True)))
     assert row_read(tune.row_of("gfx942", width, changed), tmp_path) == {("gfx942", width): changed}
     assert max(map(len, row.splitlines())) <= 120
-
-
-def test_kernels_are_timed_apart():
-    """A trial has a candidate of each kernel; those of few keys run with today's."""
-    a, b, c = (Setting(16 << n, 16, 4, 1) for n in range(3))
-    trials = tune.trials_of({"forward": [a, b], "dq": [c], "dkdv": [], "few_keys": [None, a]})
-    assert trials == [{"forward": a, "dq": c}, {"forward": b}, {"few_keys": None}, {"few_keys": a}]
-    settings = tune.settings_with(H100[128], True, **trials[0])
-    assert settings == Settings((a, a), (c, c), 2 * (DKDV[1],), H100[128].few_keys)
-    assert tune.settings_with(H100[128], False, **trials[2]) == Settings(*((x[0],) * 2 for x in H100[128][:3]))
 
 
 #: Compiles for an H100 that is not there, as a worker does, and prints bytes of shared memory or an error.
@@ -236,6 +199,7 @@ for keys in (32, 24):
 """
 
 
+@pytest.mark.slow
 @needs_triton
 def test_workers_compile_what_is_timed(tmp_path):
     """A forward kernel has three programs: of one launch, and the first and other ones of several; no GPU is needed."""

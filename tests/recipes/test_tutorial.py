@@ -121,6 +121,7 @@ def reader(tmp_path_factory):
     return reader
 
 
+@pytest.mark.slow
 def test_the_page_shows_what_its_commands_print(reader):
     last, compared = "", 0
     for language, body in blocks():
@@ -138,6 +139,7 @@ def test_only_numbers_and_omitted_parts_may_differ(shown, fits):
         assert_printed(shown, "saved\nloss 5 -> -0.44,  rows 77.3% full\n")
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_went_on(reader):
     [body] = [body for body in reader.printed if "--resume" in body]
     assert re.search(r"going on after step 5, from runs/\S+/checkpoint-5", reader.printed[body])

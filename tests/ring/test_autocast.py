@@ -32,9 +32,9 @@ KERNELS = [
 ]
 #: Kernels for CUDA whose operators are played by plain math, which autocast would change.
 PLAYED = [
-    pytest.param(CudaFlash(), FlashAttention2, ("exact", "window:5+2", "longnet:8/1,24/2"), id="flash"),
+    pytest.param(CudaFlash(), FlashAttention2, ("window:5+2", "longnet:8/1,24/2"), id="flash"),
     pytest.param(Cudnn(), CudnnAttention(), ("exact",), id="cudnn"),
-    pytest.param(CudaEfficient(), EfficientAttention, ("exact", "window:5+2", "longnet:8/1,24/2"), id="efficient"),
+    pytest.param(CudaEfficient(), EfficientAttention, ("window:5+2", "longnet:8/1,24/2"), id="efficient"),
     pytest.param(Fused(SMALL_BLOCKS), None, ("window:6+2",), id="fused", marks=needs_interpreter),
 ]
 #: One whole tile, tiles that are merged, and folds.
@@ -50,7 +50,7 @@ def attend(on, generator_seed, pattern, ring, device, dtype, softcap):
     generator = torch.Generator().manual_seed(generator_seed)
     layout = ring.layout_for(24, pattern)
     q, k, v, dout = (
-        ring.shard(torch.randn(2, heads, 24, 16, generator=generator), layout, dim=2).to(device, dtype)
+        ring.shard(torch.randn(1, heads, 24, 16, generator=generator), layout, dim=2).to(device, dtype)
         for heads in (4, 2, 2, 4)
     )
     leaves = [x.requires_grad_() for x in (q, k, v, torch.linspace(-1, 1, 4, device=device, dtype=dtype))]

@@ -1,20 +1,17 @@
-"""Calls on rings beside what else PyTorch does: calls that interleave, checkpointing, no gradients or a few, compilers."""
+"""Calls on rings beside what else PyTorch does: calls that interleave, no gradients or a few, compilers."""
 
 import itertools
-from functools import partial
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import hf_ring_attention as ra
 from tests.support.cases import EXACT_ATTENTION, TRANSPORTS, Case
-from tests.support.tolerance import largest
+from tests.support.tolerance import distance, largest
 
 PATTERN = ra.Pattern.pyramid(window=3, levels=3, ratio=2, sinks=2)
-HEADS, KV_HEADS, WIDTH = 4, 2, 8
 
 
 class Call:
@@ -116,93 +113,31 @@ def some_gradients(rank, seed):
     return largest(errors)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_no_gradients_and_some(ranks, rng, world_size):
+def test_no_gradients_and_some(ranks, rng):
     """The plans of calls without gradients serve calls with gradients."""
-    assert_exact(ranks.run(some_gradients, world_size, rng.randrange(2**32)))
+    assert_exact(ranks.run(some_gradients, 3, rng.randrange(2**32)))
 
 
-# ---- checkpointing and compilers
-
-
-class Layer(torch.nn.Module):
-    """Projections about an attention, in float64; the same weights on every rank."""
-
-    def __init__(self, ring, layout, width=16):
-        super().__init__()
-        self.ring, self.layout = ring, layout
-        self.queries = torch.nn.Linear(width, HEADS * WIDTH).double()
-        self.keys, self.values = (torch.nn.Linear(width, KV_HEADS * WIDTH).double() for _ in "kv")
-        self.outputs = torch.nn.Linear(HEADS * WIDTH, width).double()
-
-    def forward(self, x):
-        q, k, v = (
-            projection(x).unflatten(-1, (-1, WIDTH)).transpose(1, 2)
-            for projection in (self.queries, self.keys, self.values)
-        )
-        out = ra.ring_attention(q, k, v, pattern=PATTERN, ring=self.ring, layout=self.layout)
-        return x + self.outputs(out.transpose(1, 2).flatten(2))
-
-
-def layers_and_rows(ring, seed, count):
-    torch.manual_seed(seed)
-    layout = ra.SequenceLayout("zigzag", 23, ring.world_size)
-    layers = torch.nn.ModuleList(Layer(ring, layout) for _ in range(count))
-    return layers, ring.shard(torch.randn(2, 23, 16, dtype=torch.float64), layout)
-
-
-def outputs_and_gradients(function, layers, x):
-    """[output, gradients of x and of all weights]."""
-    x = x.detach().clone().requires_grad_()
-    layers.zero_grad()
-    y = function(x)
-    (y * torch.cos(torch.arange(y.numel())).view_as(y)).sum().backward()
-    return [y.detach(), x.grad, *(parameter.grad.clone() for parameter in layers.parameters())]
-
-
-def difference(got, want):
-    return largest(float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, want, strict=True))
-
-
-def checkpointing(rank, transport, seed):
-    """The errors of two layers whose activations are computed again in backward, against the same two as they are."""
-    layers, x = layers_and_rows(ra.Ring(transport=transport), seed, 2)
-    again = mock.Mock(side_effect=ra.ring_attention)
-
-    def plain(x):
-        return layers[1](layers[0](x))
-
-    def checkpointed(x, use_reentrant):
-        for layer in layers:
-            x = checkpoint(layer, x, use_reentrant=use_reentrant)
-        return x
-
-    want, errors = outputs_and_gradients(plain, layers, x), []
-    for use_reentrant in (False, True):
-        with mock.patch.object(ra, "ring_attention", again):
-            got = outputs_and_gradients(partial(checkpointed, use_reentrant=use_reentrant), layers, x)
-        errors.append(difference(got, want))
-    assert again.call_count == 8
-    return largest(errors)
-
-
-@pytest.mark.parametrize(("world_size", "transport"), [(2, "collective"), (3, "ring")])
-def test_gradient_checkpointing(ranks, rng, world_size, transport):
-    assert_exact(ranks.run(checkpointing, world_size, transport, rng.randrange(2**32)))
+# ---- compilers
 
 
 # Dynamo asks every tensor that comes in for its gradient, and warns of it.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_compiled(rng):
+def test_compiled():
     """The break is at the attention: there are graphs on both sides of it, and one graph for all is refused."""
-    from torch._dynamo.testing import CompileCounterWithBackend
+    ring, x = ra.Ring(), torch.randn(1, 2, 24, 8, dtype=torch.float64)
+    layout = ra.SequenceLayout("zigzag", 24, 1)
+
+    def layer(x):
+        return ra.ring_attention(x.sin(), x, x, pattern=PATTERN, ring=ring, layout=layout).cos()
 
     torch._dynamo.reset()
-    (layer,), x = layers, _ = layers_and_rows(ra.Ring(), rng.randrange(2**32), 1)
-    want = outputs_and_gradients(layer, layers, x)
-    backend = CompileCounterWithBackend("aot_eager")
-    got = outputs_and_gradients(torch.compile(layer, backend=backend), layers, x)
-    assert difference(got, want) <= EXACT_ATTENTION
+    backend, found = CompileCounterWithBackend("aot_eager"), []
+    for function in (layer, torch.compile(layer, backend=backend)):
+        leaf = x.clone().requires_grad_()
+        out = function(leaf)
+        found.append([out, *torch.autograd.grad(out.square().sum(), leaf)])
+    assert_exact(map(distance, *found))
     assert backend.frame_count == 2
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="ring_attention"):

@@ -3,7 +3,6 @@
 import random
 import re
 import time
-from argparse import Namespace
 from datetime import timedelta
 
 import pytest
@@ -12,7 +11,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import hf_ring_attention as ra
-from hf_ring_attention.cli import checks
 from hf_ring_attention.transport.communicators import companion_of
 from tests.hf.test_generation import cache_argument, greedy, tokens
 from tests.support.cases import TRANSPORTS, check_cases, random_cases
@@ -136,16 +134,3 @@ def test_a_rank_that_does_not_come_is_awaited_as_long_as_the_group_says():
     (error, seconds), _ = run_ranks(timeouts, 2)
     assert re.match("RuntimeError: comparing the calls of all ranks, on rank 0, in a call: ", str(error)), error
     assert 1.5 < seconds < PROMPTLY
-
-
-def checks_of_a_job(rank):
-    """The lines of two checks, which compare with one process."""
-    run = checks.CheckRun(Namespace(ranks=2, model=None, pattern="window:4+2"), 2, rank)
-    run.group, run.device = device_only(), torch.device("cpu")
-    run._model()
-    return [run._train_step(), run._generation()]
-
-
-def test_the_check_of_a_job_trains_prefills_and_generates_over_such_a_group():
-    for step, generation in run_ranks(checks_of_a_job, 2):
-        assert step.startswith("tiny llama: loss") and generation.startswith("tiny llama: 3 tokens")

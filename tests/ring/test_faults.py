@@ -10,10 +10,10 @@
 `make test` draws a kind and a moment for each phase, so that every kind and every moment comes; `make test-slow` has all 54.
 The tests kill a stalled rank once the others have ended, as a launcher does.
 
-Other faults have tests beside: ranks that make calls in another order (test_backward_order.py, test_bad_input.py), ranks
-that die while a Trainer trains (tests/training/test_failures.py) or a job is checked (tests/cli/test_check.py), saves
-that are killed at any change of the disk (tests/recipes/test_checkpoints.py), and full disks, signals, and files that were
-cut short (tests/recipes/test_faults.py).
+Other faults have tests beside: ranks that make calls in another order (test_bad_input.py), ranks
+that die while they train (tests/recipes/test_faults_of_two.py) or a job is checked (tests/cli/test_check.py), saves that are
+killed at any change of the disk (tests/recipes/test_checkpoints.py), and full disks, signals, and files that were cut short
+(tests/recipes/test_faults.py).
 """
 
 import itertools

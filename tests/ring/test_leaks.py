@@ -3,14 +3,18 @@
 import gc
 import os
 import random
+import subprocess
+import sys
 import threading
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from timing import held_memory, return_memory_at_once
 
 import hf_ring_attention as ra
+from tests.support.ranks import TIMEOUT
 
 TOKENS, PATTERN = 24, "window:4+1"
 #: By the first number of steps the caches of plans and of agreed values, of 256 entries each, are full.
@@ -70,3 +74,16 @@ def test_two_processes(ranks, rng):
 def test_two_thousand_steps(ranks, rng, transport):
     for grown in ranks.run(growth, 2, rng.random(), transport, 2001 + FILLED):
         check(grown, 2001 + FILLED)
+
+
+# ---- ends of processes: torch aborts one whose thread of gloo drops a tensor while Python ends
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "launches", "at_once", "processes"), [("slow", 16, 1, 16), ("rings", 200, 6, 800)])
+def test_processes_end_without_a_signal(kind, launches, at_once, processes):
+    command = [sys.executable, "-m", "tests.support.process_ends", kind, str(launches), str(at_once)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    options = {"cwd": Path(__file__).parents[2], "env": environment, "timeout": max(TIMEOUT, 5 * launches)}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, **options)
+    assert done.stdout == f"{{0: {processes}}}\n", done.stderr

@@ -33,8 +33,7 @@ def call_of(q, k, v, sinks=None, ring=None, **options):
     return call, call.number
 
 
-@pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("dtype", "with_sinks"), [(torch.float64, True), (torch.float32, False)])
 def test_torch_checks_the_operator(dtype, with_sinks):
     """Schema, autograd, shapes of fake tensors, and tracing with dynamic shapes, by `torch.library.opcheck`."""
     q, k, v = tensors(dtype=dtype)
@@ -88,26 +87,25 @@ def apart(functions, x, *scales):
     return max(map(distance, *results))
 
 
-def _in_one_graph(rank, world_size):
+def _in_one_graph(rank):
     """Compares the function in a graph, over lengths, with the function itself."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    ring = ra.Ring(transport="ring") if world_size > 1 else None
+    ring = ra.Ring(transport="ring")
 
     def attend(q, k, v):
         return ra.ring_attention(1.5 * q, k, v, pattern="pyramid:4,2", ring=ring).sin()
 
     call = torch.compile(attend, fullgraph=True, dynamic=True, backend=counter)
-    for tokens in (16, 24, 20, 36):
+    for tokens in (16, 24, 36):
         assert apart((attend, call), tensors(tokens)) <= EXACT
         assert counter.frame_count == 1
 
 
 @in_graphs
-@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_one_graph_holds_the_function(world_size):
-    run_ranks(_in_one_graph, world_size, world_size)
+def test_one_graph_holds_the_function():
+    run_ranks(_in_one_graph, 2)
 
 
 @in_graphs
@@ -121,7 +119,7 @@ def test_one_graph_holds_scales_that_change():
         return ra.ring_attention(1.5 * q, k, v, pattern=pattern, scale=scale, softcap=softcap).sin()
 
     call, x = torch.compile(attend, fullgraph=True, backend=counter), tensors()
-    for number in range(12):
+    for number in range(9):
         assert apart((attend, call), x, 0.1 + 0.1 * number, 2.0 + number) <= EXACT
     assert counter.frame_count <= 3
 
@@ -175,28 +173,3 @@ def test_compiled_parts_of_a_layer_that_keeps_attention(whole):
         out = checkpoint(layer, x, use_reentrant=False, context_fn=ra.keep_attention)
         gradients += torch.autograd.grad(out.square().sum(), x)
     assert counter.frame_count > 0 and distance(*gradients) <= EXACT
-
-
-@pytest.mark.parametrize("transport", ["ring", "collective", "heads"])
-def test_kept_attention_moves_nothing_again(transport):
-    """Bytes of a checkpointed call over a ring: of one forward and one backward pass."""
-
-    def bytes_of(ring, **options):
-        x = [x.detach()[:, :, :6].contiguous().requires_grad_() for x in tensors()]
-        ring.reset_traffic()
-
-        def layer(q, k, v):
-            return ra.ring_attention(q, k, v, pattern="exact", ring=ring).sin()
-
-        out = checkpoint(layer, *x, use_reentrant=False, **options) if options else layer(*x)
-        out.square().sum().backward()
-        return ring.traffic().sent_bytes, [leaf.grad for leaf in x]
-
-    def compare(ring):
-        plain, kept = bytes_of(ring), bytes_of(ring, context_fn=ra.keep_attention)
-        again = bytes_of(ring, determinism_check="default")
-        assert all(map(torch.equal, plain[1], kept[1])) and all(map(torch.equal, plain[1], again[1]))
-        return plain[0], kept[0], again[0]
-
-    for plain, kept, again in ra.run_simulated(compare, 2, transport=transport):
-        assert plain == kept < again

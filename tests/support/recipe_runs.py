@@ -10,7 +10,6 @@ import warnings
 from pathlib import Path
 
 import pytest
-import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
@@ -19,7 +18,6 @@ from transformers import AutoModelForCausalLM
 from tests.support.checkpoints import save_tiny_checkpoint
 from tests.support.programs import Ended, run_program
 from tests.support.ranks import TIMEOUT
-from tests.support.tolerance import allowed, distance, largest
 from tests.support.training import process_environment
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -68,22 +66,6 @@ def finetuned(output):
         **({"perplexity": [figures["perplexity_after"]]} if "perplexity_after" in figures else {}),
         "parameters": AutoModelForCausalLM.from_pretrained(output).state_dict(),
     }
-
-
-def assert_same_perplexity(found, expected, *nudged):
-    """Of rows of figures: the losses of all tokens but the first, and their mean.
-
-    One token may be so close to another choice that a nudge moves it ten times as far as the next nudge does: several nudges
-    show how far rounding can move it.
-    """
-    found_losses, losses, *others = (
-        torch.tensor(row["token_nll"][1:], dtype=torch.float64) for row in (found, expected, *nudged)
-    )
-    errors = distance(found_losses, losses), abs(found["perplexity"] / expected["perplexity"] - 1)
-    # The errors of tokens may cancel in the mean of one run and not in another run, so the mean of their sizes is the bound.
-    bounds = largest(distance(x, losses) for x in others), largest(float((x - losses).abs().mean()) for x in others)
-    for error, bound in zip(errors, map(allowed, bounds), strict=True):
-        assert 0 <= error <= bound, (error, bound)
 
 
 # ---- how recipes are started

@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from datasets import Dataset
 
 import hf_ring_attention as ra
 from tests.support import checkpoints
+from tests.support.tolerance import distance
 from tests.support.training import PLAIN_STEPS, process_environment
 
 WORDS = 90
@@ -68,3 +70,13 @@ def run_program(rank, program, folder, ring_size, *more):
     """The result of a program on this rank; all ranks share the folder."""
     process_environment(rank, dist.get_world_size() if dist.is_initialized() else 1)
     return program(folder, ring_size, *more)
+
+
+def assert_alike(found, own_log, expected, log, bound=1e-6, rel=1e-4):
+    """The weights, relative to the largest one of each, and all that was logged but times."""
+    assert found.keys() == expected.keys() and len(own_log) == len(log)
+    for name, x in found.items():
+        assert distance(x, expected[name]) <= bound, (name, distance(x, expected[name]))
+    for entry, other in zip(own_log, log, strict=True):
+        for name in (name for name in other if "runtime" not in name and "per_second" not in name):
+            assert entry[name] == pytest.approx(other[name], rel=rel, abs=rel / 100, nan_ok=True), name

@@ -12,7 +12,6 @@ from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPl
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader
 
 import hf_ring_attention as ra
 from tests.support.as_gpus import take_cpus_for_gpus
@@ -70,6 +69,7 @@ def of_several_rings(rank, folder, by_environment):
     return run["losses"]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("by_environment", [False, True])
 def test_a_trainer_takes_configs_of_several_rings(by_environment, tmp_path, gpus):
     alone, _ = trainer(0, tmp_path, batch_size=2, **DATA)
@@ -77,53 +77,11 @@ def test_a_trainer_takes_configs_of_several_rings(by_environment, tmp_path, gpus
         assert losses == pytest.approx(alone["losses"], rel=EXACT)
 
 
-def losses_of(accelerator, ring, prepare):
-    """The losses of two steps over rows that all rings share."""
-    model = ra.patch_model(tiny_llama(), ring=ring)
-    torch.manual_seed(1)
-    rows = DataLoader(DATA["rows"], batch_size=2 // ring.dp_size, collate_fn=padded)
-    loader = accelerator.prepare_data_loader(rows)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-    model, optimizer = prepare(model, optimizer)
-    losses = []
-    for batch, _ in zip(loader, range(2)):
-        items = accelerator.reduce((batch["labels"][:, 1:] != -100).sum(), "sum")
-        # A context parallel loop of Accelerate has this line, which may stay: it does nothing.
-        with accelerator.maybe_context_parallel([batch["input_ids"]], [1], {batch["input_ids"]}):
-            loss = model(**batch, num_items_in_batch=items).loss
-        accelerator.backward(loss * accelerator.num_processes)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(accelerator.reduce(loss.detach(), "sum")))
-    return losses
-
-
 def accelerator_of(rank, **sizes):
     """An Accelerator with FSDP 2 and a ParallelismConfig."""
     as_on_gpus(rank, dist.get_world_size())
     wrapping = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
     return Accelerator(parallelism_config=ParallelismConfig(**sizes), fsdp_plugin=wrapping)
-
-
-def by_accelerator(rank):
-    """The losses; a ring of another size is refused."""
-    accelerator = accelerator_of(rank, dp_shard_size=2, cp_size=2)
-    with pytest.raises(ValueError, match="dimension cp has 2 ranks, and rings of 1 were asked for"):
-        ra.Ring.from_accelerator(accelerator, size=1)
-    ring = ra.Ring.from_accelerator(accelerator)
-    assert ring.world_size == 2 and (ring.dp_rank, ring.rank) == divmod(rank, 2)
-    losses = losses_of(accelerator, ring, accelerator.prepare)
-    again = ra.Ring.from_accelerator(Accelerator())
-    assert (again.rank, again.world_size, again.dp_rank) == (ring.rank, ring.world_size, ring.dp_rank)
-    return losses
-
-
-def test_a_loop_takes_cp_size_for_the_size_of_rings(gpus):
-    process_environment(0, 1)
-    alone = Accelerator()
-    expected = losses_of(alone, ra.Ring.from_accelerator(alone, size=1), lambda *objects: objects)
-    for losses in gpus.run(by_accelerator, 4):
-        assert losses == pytest.approx(expected, rel=EXACT)
 
 
 def too_late(rank):

@@ -94,6 +94,7 @@ def test_it_is_the_divergence_of_a_plain_computation(model_type, kind, rng, toke
 
 
 # Layouts of exact attention and of the pattern differ if the ring chooses them.
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("world_size", "kind", "layout"), [(2, "padded", "auto"), (2, "packed", "zigzag"), (3, "packed", "documents")]
 )

@@ -55,6 +55,7 @@ def steps(rank, transport):
     return found
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("transport", ["ring", "collective", "heads"])
 def test_a_step_sends_rows_once_forward_and_once_backward(transport, programs):
     for (plain, want), (again, _), (kept, got) in programs.run(steps, 2, transport):

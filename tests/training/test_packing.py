@@ -8,13 +8,9 @@ import torch
 from datasets import Dataset, IterableDataset
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
-from transformers import default_data_collator
 
 import hf_ring_attention as ra
 from hf_ring_attention.training.packing import best_fit
-from tests.support.tolerance import EXACT, assert_exact
-from tests.support.training import tiny_llama
 
 ROW = 64
 NAMES = ["input_ids", "labels", "position_ids", "attention_mask"]
@@ -190,29 +186,3 @@ def test_refusals(documents, arguments, message):
     with pytest.raises(ValueError, match=message) as raised:
         ra.pack_documents(documents, **{"row_length": 4, **arguments})
     assert len(str(raised.value).split()) <= 30
-
-
-@pytest.mark.parametrize("pattern", ["window:6+2", "pyramid:4,2"])
-def test_packed_documents_teach_what_each_alone_does(pattern, rng, in_float64):
-    """Rows of packed documents have the loss and gradients of single documents; over rings, see test_equality.py."""
-    ids = [[rng.randrange(97) for _ in range(rng.randrange(1, 30))] for _ in range(7)]
-    documents = {"input_ids": ids, "assistant_masks": [[rng.randrange(2) for _ in x] for x in ids]}
-    total, count, model = 0, 0, tiny_llama(None)
-    ra.patch_model(model, pattern)
-    for ids, mask in zip(*documents.values(), strict=True):
-        labels = torch.tensor([token if learned else -100 for token, learned in zip(ids, mask, strict=True)])[None]
-        if not bool((labels[:, 1:] >= 0).any()):
-            continue
-        total = total + model(torch.tensor(ids)[None], labels=labels, num_items_in_batch=1).loss
-        count += int((labels[:, 1:] >= 0).sum())
-    expected = total / count
-    expected.backward()
-    rows = ra.pack_documents(Dataset.from_dict(documents), 33)
-    assert len(rows) > 1
-    (batch,) = DataLoader(rows, batch_size=len(rows), collate_fn=default_data_collator)
-    packed = ra.patch_model(tiny_llama(None), pattern)
-    loss = packed(**batch).loss
-    loss.backward()
-    assert_exact(loss.detach(), expected.detach())
-    for found, x in zip(packed.parameters(), model.parameters(), strict=True):
-        assert float((found.grad - x.grad).abs().max()) <= EXACT * max(1, float(x.grad.abs().max()))

@@ -19,7 +19,7 @@ from hf_ring_attention.cost.trace import LiveBytes
 from hf_ring_attention.hf.model.config import warn_once
 from tests.support.ranks import on_ranks
 from tests.support.tiny_models import CAUSAL_TYPES, INNER, NOT_BUILT, tiny_config, tiny_model
-from tests.support.tolerance import EXACT, allowed, assert_exact, distance, gradients_distance
+from tests.support.tolerance import EXACT, assert_exact, distance, gradients_distance
 from tests.support.training import tiny_llama, whole
 
 pytestmark = pytest.mark.usefixtures("in_float64")
@@ -53,6 +53,7 @@ def slices_of(model):
 TYPES = ("llama", "bloom", "gpt2", "ctrl", "xlm", "zamba2", "recurrent_gemma", "prophetnet")
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("model_type", TYPES)
 def test_slices_are_whole_rows(model_type):
     model, ids = tiny_model(model_type, "eager"), tokens(2, 23)
@@ -79,20 +80,6 @@ def test_a_norm_of_the_head_is_left_to_the_loss(monkeypatch):
     whole = peak()
     ra.sliced_layers(model, 10)
     assert peak() <= whole
-
-
-@pytest.mark.parametrize("reentrant", [None, False, True])
-def test_slices_inside_of_checkpoints(reentrant):
-    model, ids = tiny_llama(None).train(), tokens(1, 37)
-    logits, gradients, _ = step(model, ids)
-    if reentrant is not None:
-        model.activation_checkpointing_enable({"use_reentrant": reentrant})
-    seen = slices_of(model)
-    sliced, found, fired = step(ra.sliced_layers(model, 10), ids)
-    assert_exact(sliced, logits)
-    assert gradients_distance(found, gradients) <= EXACT
-    assert {*fired.values()} == {1} and fired.keys() == gradients.keys()
-    assert {*seen} == {(1, 7), (1, 10)} and len(seen) in {None: (8,), False: (11, 12), True: (12,)}[reentrant]
 
 
 def test_short_rows_and_rows_without_gradients_are_not_computed_again():
@@ -141,24 +128,6 @@ def test_masks_of_dropout_are_the_same_in_backward():
     assert 0.2 < float((expected == 0).double().mean()) < 0.8
     assert_exact(found, expected)
     assert gradients_distance(again, of_weights) <= EXACT
-
-
-@pytest.mark.own_dtypes
-def test_autocast():
-    model, ids = tiny_llama(None, seed=2), tokens(1, 37)
-
-    def run(autocast):
-        model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            logits = model(ids).logits
-        logits.float().square().mean().backward()
-        return logits.detach().float(), {n: p.grad.clone() for n, p in model.named_parameters()}
-
-    (exact, gradients), (rounded, of_rounded) = run(False), run(True)
-    ra.sliced_layers(model, 10)
-    sliced, found = run(True)
-    assert distance(sliced, exact) <= allowed(distance(rounded, exact), torch.bfloat16)
-    assert gradients_distance(found, gradients) <= allowed(gradients_distance(of_rounded, gradients), torch.bfloat16)
 
 
 @pytest.mark.own_dtypes
@@ -235,7 +204,7 @@ WITHOUT = {
 }
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize("model_type", [name for name in CAUSAL_TYPES if name not in NOT_BUILT])
 def test_every_type(model_type):
     """Every wide layer is in an MLP that is sliced, and every norm is sliced, or the model is refused for a true reason."""
@@ -377,13 +346,12 @@ def test_copies_compute_with_their_own_weights(copied, tmp_path):
     assert_exact(step(type(other).from_pretrained(tmp_path, dtype=torch.float64), ids)[0], logits)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_mlp_is_one_graph(backend):
+def test_a_compiled_mlp_is_one_graph():
     model, x = tiny_llama(None), torch.randn(1, 20, 32)
     mlp = model.model.layers[0].mlp
     expected = mlp(x)
     ra.sliced_layers(model, 8)
-    assert_exact(torch.compile(mlp, backend=backend, fullgraph=True)(x), expected)
+    assert_exact(torch.compile(mlp, backend="aot_eager", fullgraph=True)(x), expected)
 
 
 # ---- on two ranks, with rows of other lengths
@@ -415,6 +383,7 @@ def gradients_on(rank, wrap, reentrant):
     assert gradients_distance(found, expected) <= EXACT
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("wrap", "reentrant"),
     [("ddp", None), ("ddp", True), ("ddp unused", None), ("ddp unused", False), ("fsdp2", None), ("fsdp2 of layers", False)],

@@ -23,8 +23,18 @@ from transformers import (
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.model.config import warn_once
-from tests.support.stock import PATTERN, over, run_program, save, saved, settings, texts, weights, word_tokenizer
-from tests.support.tolerance import distance
+from tests.support.stock import (
+    PATTERN,
+    assert_alike,
+    over,
+    run_program,
+    save,
+    saved,
+    settings,
+    texts,
+    weights,
+    word_tokenizer,
+)
 from tests.support.training import SIZES, tiny_llama
 
 trl = pytest.importorskip("trl")
@@ -33,9 +43,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning"),
     pytest.mark.filterwarnings("ignore:You are importing from 'trl.experimental'"),
 ]
-
-#: Of final weights, relative to the largest weight of each; the programs compute in float64 if they can.
-BOUND = 1e-6
 
 
 def language(folder, make=tiny_llama):
@@ -78,22 +85,6 @@ def with_metrics(folder, ring_size):
     args = TrainingArguments(**settings(folder, greater_is_better=True, **changes))
     more = {"eval_dataset": tokens(5), "compute_metrics": accuracy}
     return finished(by_trainer(Trainer, folder, ring_size, args=args, **more))
-
-
-class FocalTrainer(Trainer):
-    """Computes another loss, from logits."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        labels = inputs.pop("labels")
-        output = model(**inputs)
-        logits, targets = output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-        nll = torch.nn.functional.cross_entropy(logits, targets.clamp(min=0), reduction="none")
-        loss = ((1 - (-nll).exp()) ** 2 * nll)[targets != -100].mean()
-        return (loss, output) if return_outputs else loss
-
-
-def own_loss(folder, ring_size):
-    return finished(by_trainer(FocalTrainer, folder, ring_size))
 
 
 def classifier_model(pattern=None, labels=3):
@@ -227,10 +218,11 @@ def tiny_teacher(pattern):
     return tiny_llama(pattern, seed=5)
 
 
-PROGRAMS = [with_metrics, own_loss, classifier, accelerate_loop]
+PROGRAMS = [with_metrics, classifier, accelerate_loop]
 OF_TRL = [sft_packed, dpo, kto, reward, grpo_in_two_steps, rloo, distillation]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("program", [*PROGRAMS, *OF_TRL], ids=lambda program: program.__name__)
 def test_a_ring_of_two_is_one_process(program, tmp_path, programs):
     save(tmp_path, tiny_llama, tiny_teacher, classifier_model, reward_model)
@@ -239,6 +231,7 @@ def test_a_ring_of_two_is_one_process(program, tmp_path, programs):
         assert_alike(found, own_log, expected, log)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("program", [with_metrics, grpo, sdpo], ids=lambda program: program.__name__)
 def test_two_rings_of_two_are_two_processes(program, tmp_path, programs):
     """Rewards are grouped over rings, and metrics count the rows of each ring once."""
@@ -256,6 +249,7 @@ def scored_before(folder, ring_size, pattern, precompute):
     return by_trl("DPO", folder, ring_size, rows, model, changes, ref_model=tiny_llama(None, seed=1))[0]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("ring_size", [1, 2])
 def test_a_reference_is_scored_under_the_pattern_of_the_model(ring_size, tmp_path, programs):
     """Also if scores of another pattern are there, of the same weights and rows."""
@@ -310,17 +304,6 @@ def test_a_generation_batch_that_counts_prompts_of_one_process_is_taken(tmp_path
     given = {"train_dataset": texts(4, "prompt", "completion"), "processing_class": word_tokenizer(), **ring}
     student, teacher = (language(tmp_path / "run") for _ in range(2))
     assert kind(student, teacher_model=teacher, args=args, **given).args.generation_batch_size == 1
-
-
-def assert_alike(found, own_log, expected, log):
-    """The weights, and all that was logged."""
-    assert found.keys() == expected.keys()
-    for name, x in found.items():
-        assert distance(x, expected[name]) <= BOUND, (name, distance(x, expected[name]))
-    assert len(own_log) == len(log)
-    for entry, other in zip(own_log, log, strict=True):
-        for name, value in other.items():
-            assert entry[name] == pytest.approx(value, rel=1e-4, abs=1e-6, nan_ok=True), name
 
 
 #: Documents of at most this many tokens stay whole.

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 import hf_ring_attention as ra
 from tests.support.as_gpus import NO_DEEPSPEED, deepspeed_without_operators, take_cpus_for_gpus
 from tests.support.ranks import run_ranks
-from tests.support.tolerance import EXACT
+from tests.support.tolerance import EXACT, float64
 from tests.support.training import documents, loop, padded, process_environment, tiny_llama
 
 pytest.importorskip("deepspeed", reason=NO_DEEPSPEED)
@@ -36,10 +36,6 @@ def engine_of(model, stage, **zero):
     return deepspeed.initialize(model=model, optimizer=optimizer, dist_init_required=False, config=config)[0]
 
 
-def all_stages(rank):
-    return [losses_of(rank, stage) for stage in STAGES]
-
-
 def losses_of(rank, stage):
     process_environment(rank, dist.get_world_size())
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
@@ -57,11 +53,11 @@ def losses_of(rank, stage):
     return losses
 
 
-def test_zero_has_the_losses_of_one_process():
+def test_zero_has_the_losses_of_one_process(by_deepspeed):
     """Two rings of two, with heads inside of each."""
     expected = loop(0, rows=ROWS, batch_size=2, steps=2)["losses"]
-    for by_stage in run_ranks(all_stages, 4):
-        for stage, losses in zip(STAGES, by_stage, strict=True):
+    for of_rank in by_deepspeed:
+        for stage, losses in zip(STAGES, of_rank["losses"], strict=True):
             assert losses == pytest.approx(expected, rel=EXACT), f"ZeRO {stage}"
 
 
@@ -71,22 +67,18 @@ PARAMETERS = ("total_num_steps", "warmup_num_steps", "warmup_min_lr", "warmup_ma
 SCHEDULE = {"type": "WarmupDecayLR", "params": dict.fromkeys(PARAMETERS, "auto")}
 
 
-def both_rates(rank):
-    return {by_deepspeed: rates(rank, by_deepspeed) for by_deepspeed in RATES}
-
-
-def rates(rank, by_deepspeed):
+def rates(rank, by_its_schedule):
     """The learning rates of the first steps, by DeepSpeed's schedule or by one of torch."""
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     process_environment(rank, dist.get_world_size())
     take_cpus_for_gpus()
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
-    config |= {"zero_force_ds_cpu_optimizer": False, **({"scheduler": SCHEDULE} if by_deepspeed else {})}
+    config |= {"zero_force_ds_cpu_optimizer": False, **({"scheduler": SCHEDULE} if by_its_schedule else {})}
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
     ring = ra.Ring.from_accelerator(accelerator, size=2)
     model = ra.patch_model(tiny_llama(), ring=ring)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    if by_deepspeed:
+    if by_its_schedule:
         schedule = DummyScheduler(optimizer, total_num_steps=TOTAL, warmup_num_steps=2)
     else:
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / TOTAL)
@@ -106,10 +98,10 @@ def rates(rank, by_deepspeed):
 RATES = {True: [0, 1, 1, 3 / 4], False: [5 / 6, 4 / 6, 3 / 6, 2 / 6]}
 
 
-def test_schedules_have_the_steps_of_rings():
+def test_schedules_have_the_steps_of_rings(by_deepspeed):
     """Two rings of two take half of all steps each, as two processes do."""
-    for by_schedule in run_ranks(both_rates, 4):
-        assert by_schedule == {by_deepspeed: pytest.approx(expected) for by_deepspeed, expected in RATES.items()}
+    for of_rank in by_deepspeed:
+        assert of_rank["rates"] == {kind: pytest.approx(expected) for kind, expected in RATES.items()}
 
 
 def sliced(rank):
@@ -121,7 +113,7 @@ def sliced(rank):
         engine, found, fired = engine_of(model, stage, stage3_param_persistence_threshold=0), [], collections.Counter()
         for name, x in model.named_parameters():
             x.register_post_accumulate_grad_hook(lambda _, name=name: fired.update([name]))
-        ids = torch.tensor([ROWS[0]["input_ids"] * 2])[:, : (37, 12)[rank]]
+        ids = torch.tensor([ROWS[0]["input_ids"] * 2])[:, : (37, 12, 25, 8)[rank]]
         for _ in range(3):
             loss = engine(ids, labels=ids).loss
             engine.backward(loss)
@@ -139,9 +131,22 @@ def sliced(rank):
     return found
 
 
-def test_slices_of_layers_have_the_losses_of_whole_rows():
+def all_of_a_rank(rank):
+    found = {"losses": [losses_of(rank, stage) for stage in STAGES], "sliced": sliced(rank)}
+    # Accelerate's own DeepSpeed is last, since it stays.
+    return found | {"rates": {by_its_schedule: rates(rank, by_its_schedule) for by_its_schedule in RATES}}
+
+
+@pytest.fixture(scope="module")
+def by_deepspeed():
+    """What four processes find, by rank: they import DeepSpeed once for all tests."""
+    with float64(True):
+        return run_ranks(all_of_a_rank, 4)
+
+
+def test_slices_of_layers_have_the_losses_of_whole_rows(by_deepspeed):
     """ZeRO-3 gathers each MLP once for all slices: ranks with more slices than others do not wait for them."""
-    for of_rank in run_ranks(sliced, 2):
-        for stage, (expected, found) in zip(STAGES, of_rank, strict=True):
+    for of_rank in by_deepspeed:
+        for stage, (expected, found) in zip(STAGES, of_rank["sliced"], strict=True):
             assert found == pytest.approx(expected, rel=EXACT), f"ZeRO {stage}"
             assert expected[0] > expected[-1]
