@@ -13,7 +13,7 @@ from hf_ring_attention.transport import transports
 from tests import fuzz
 from tests.support.ranks import run_ranks
 
-CASES = 64
+CASES = 20
 DRAWS = """
 import random, pytest
 from hypothesis import given, strategies
@@ -45,7 +45,8 @@ def printed_by_pytest(rank, folder, workers):
     return printed.getvalue()
 
 
-def test_each_run_draws_the_same(tmp_path):
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_each_run_draws_the_same(tmp_path, workers):
     """Which cases run, of tests that are marked for it, and their inputs, whichever process and whatever else is loaded."""
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = drawn")
     (tmp_path / "conftest.py").write_text("from tests.conftest import *")
@@ -56,7 +57,7 @@ def test_each_run_draws_the_same(tmp_path):
         [printed] = run_ranks(printed_by_pytest, 1, tmp_path, workers)
         return sorted(re.findall(r"^FAILED (.*)$", printed, re.MULTILINE)), printed
 
-    of_workers, printed = failures(1)
+    of_workers, printed = failures(workers)
     assert len(of_workers) == 4 and all("seed 7: " in line for line in of_workers[:3]), printed
     assert "repeat with the same inputs: python -m pytest -n 0 --seed 7 " in printed
     # Hypothesis would draw constants from the modules that are loaded.

@@ -1,6 +1,5 @@
 """Pages of recipes/guide: names as their docstrings describe them, a loop that trains, patterns as they are drawn and cost."""
 
-import os
 import re
 import shlex
 
@@ -13,10 +12,7 @@ import hf_ring_attention as ra
 from hf_ring_attention.cli import main as cli
 from tests import pages
 
-from .support.checkpoints import save_tiny_checkpoint
-from .support.programs import run_program
-from .support.ranks import TIMEOUT
-from .test_readme import MODEL, PREAMBLE, ROOT, ROW, blocks
+from .test_readme import PREAMBLE, ROOT, as_tested, blocks, run_snippet, save_inputs
 
 GUIDE = ROOT / "recipes" / "guide"
 
@@ -46,26 +42,18 @@ SEVERAL = ("torch.distributed", "ring = ", "ra.patch_model(model, ring=ring)", "
 def trained(program, folder, processes):
     """The weights of each process at the end of a program, and what it printed."""
     (folder / "loop.py").write_text("import os\nRANK = os.environ.get('RANK', 'alone')\n" + program + SAVE)
-    settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    environment = {**os.environ, **settings}
-    done = run_program("loop.py", processes=processes, environment=environment, timeout=TIMEOUT, folder=folder)
-    assert done.returncode == 0, done.stderr[-3000:]
+    printed = run_snippet("loop.py", processes, folder=folder)
     names = ["alone"] if processes == 1 else range(processes)
     states = [torch.load(folder / f"{name}.pt", weights_only=True) for name in names]
-    return [{key.removeprefix("module."): value for key, value in state.items()} for state in states], done.stdout
+    return [{key.removeprefix("module."): value for key, value in state.items()} for state in states], printed
 
 
 def test_the_loop_of_the_faq_trains_over_a_ring_as_on_one_process(tmp_path):
     """Its updates are compared, since AdamW changes weights by little."""
-    save_tiny_checkpoint(
-        tmp_path / "model", "<end>", hidden_size=32, intermediate_size=64, max_position_embeddings=16384
-    )
-    (tmp_path / "texts").mkdir()
-    for number in range(8):
-        (tmp_path / "texts" / f"{number}.txt").write_text(f"Chapter {number}. " + "The quick brown fox jumps. " * 30)
+    save_inputs(tmp_path)
     (loop,) = blocks(GUIDE / "faq.md", "python")
     assert len([line for line in loop.splitlines() if line]) == 12
-    begin = PREAMBLE.replace(MODEL, str(tmp_path / "model")).replace(ROW, "1024")
+    begin = as_tested(PREAMBLE, tmp_path / "model")
     lines = [line for line in loop.splitlines() if not line.startswith(SEVERAL)]
     assert len(lines) == len(loop.splitlines()) - len(SEVERAL)
     (expected,), _ = trained(begin + "\n".join(lines), tmp_path, 1)
@@ -120,9 +108,8 @@ def test_pictures_in_the_gallery_are_what_their_commands_draw(command, file, tmp
     shares = []
     for path in (ROOT / file, tmp_path / "drawn.png"):
         pixels = np.round(image.imread(path)[..., :3] * 255).reshape(-1, 3)
-        colours = (
-            [int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in (plots.UNSEEN, plots.FUTURE, plots.SINKS)
-        )
+        names = plots.UNSEEN, plots.FUTURE, plots.SINKS
+        colours = [[int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in names]
         shares.append([np.mean(abs(pixels - colour).max(1) <= 2) for colour in (*colours, (252, 253, 191))])
     assert shares[0][1] > 0.1
     assert np.allclose(*shares, atol=0.01), shares

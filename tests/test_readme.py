@@ -7,7 +7,6 @@ import importlib.util
 import io
 import itertools
 import json
-import os
 import re
 import runpy
 import shlex
@@ -24,8 +23,7 @@ import hf_ring_attention as ra
 from hf_ring_attention.cli import main as cli
 
 from .support.checkpoints import save_tiny_checkpoint
-from .support.programs import run_program
-from .support.ranks import TIMEOUT
+from .support.programs import run_offline
 from .support.releases import with_names_of_this_release
 
 ROOT = Path(__file__).parents[1]
@@ -72,6 +70,7 @@ REAL_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 #: The tests add this to a snippet, to see its model at the end.
 TELL = "\nprint('weights', sum(x.double().sum().item() for x in model.parameters()))\n"
 PROGRAMS = {
+    "quick_start": QUICK_START,
     "trainer": PREAMBLE + TRAINER + TELL,
     "trl": PREAMBLE + TRL + TELL,
     "accelerate": PREAMBLE + ACCELERATE + TELL,
@@ -79,28 +78,38 @@ PROGRAMS = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A tiny model with a tokenizer of letters, texts, and the README's programs."""
-    folder = tmp_path_factory.mktemp("readme")
+def save_inputs(folder):
+    """A tiny model with a tokenizer of letters, texts, and pairs of answers."""
     save_tiny_checkpoint(folder / "model", "<end>", hidden_size=32, intermediate_size=64, max_position_embeddings=16384)
     (folder / "texts").mkdir()
     for number in range(8):
         (folder / "texts" / f"{number}.txt").write_text(f"Chapter {number}. " + "The quick brown fox jumps. " * 30)
     pairs = [{"prompt": "Who jumps?", "chosen": " The quick brown fox.", "rejected": f" {x} dogs."} for x in range(8)]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
-    for name, program in PROGRAMS.items():
-        program = program.replace(MODEL, str(folder / "model")).replace(STEPS, "max_steps=2").replace(ROW, "1024")
-        (folder / f"{name}.py").write_text(program)
-    return folder
+    (folder / "LICENSE").write_text((ROOT / "LICENSE").read_text("utf-8"))
 
 
-def run_snippet(file, processes):
-    """What becomes of a program in the current folder."""
-    settings = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    done = run_program(file, processes=processes, environment={**os.environ, **settings}, timeout=TIMEOUT)
+def as_tested(program, model):
+    """A program of a page with another model, few steps and short rows."""
+    for name, found in ((REAL_MODEL, model), (MODEL, model), (STEPS, "max_steps=2"), (ROW, "1024")):
+        program = program.replace(name, str(found))
+    return with_names_of_this_release(program)
+
+
+def run_snippet(file, processes, **how):
+    """What a program has printed in the current folder."""
+    done = run_offline(file, processes=processes, **how)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("readme")
+    save_inputs(folder)
+    for name, program in PROGRAMS.items():
+        (folder / f"{name}.py").write_text(as_tested(program, folder / "model"))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +125,16 @@ def test_what_the_tests_replace_stands_in_the_snippets():
     assert all(ROW in snippet for snippet in (PREAMBLE, TRL, PREFERENCES))
 
 
-@pytest.mark.drawn
+def test_the_quick_start_prints_a_line_for_each_pattern(printed):
+    """With the tiny model, whose tokens are letters; of two processes, the first one prints."""
+    lines = r"(.*?) +(\d+)% of the FLOPs, perplexity \d+\.\d\d, pass key.*"
+    shares = [
+        (name, f"{ra.Pattern.parse(name).flop_share(4535):.0%}") for name in ("exact", "window:512+4", "window:128+4")
+    ]
+    assert [(name, f"{share}%") for name, share in re.findall(f"^{lines}$", printed["quick_start"], re.M)] == shares
+
+
+@pytest.mark.slow
 @pytest.mark.real
 @pytest.mark.parametrize("processes", [2, 1])
 def test_the_quick_start_prints_what_the_page_says(tmp_path, monkeypatch, processes):
@@ -127,7 +145,7 @@ def test_the_quick_start_prints_what_the_page_says(tmp_path, monkeypatch, proces
     (tmp_path / "LICENSE").write_text((ROOT / "LICENSE").read_text("utf-8"))
     monkeypatch.chdir(tmp_path)
     (expected,) = blocks(README, "text")
-    assert run_snippet("quick_start.py", processes) == expected  # of two processes, the first one prints
+    assert run_snippet("quick_start.py", processes) == expected
 
 
 @pytest.mark.parametrize("way", ["trainer", "trl", "accelerate", "preferences"])
@@ -141,7 +159,7 @@ def test_each_way_of_training_trains_one_model_on_both_processes(printed, folder
 
 def test_a_pattern_is_set_before_loading_and_comes_back(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "save.py").write_text(SAVE.replace(MODEL, str(folder / "model")))
+    (tmp_path / "save.py").write_text(as_tested(SAVE, folder / "model"))
     runpy.run_path("save.py")
     model = AutoModelForCausalLM.from_pretrained("windowed")
     assert model.config._attn_implementation == "ring_dilated"
@@ -276,11 +294,21 @@ def test_the_numbers_of_types_are_those_of_the_list():
 
 
 @functools.cache
+def words_of_the_code():
+    """{file: names, texts} of the package and the recipes; f-strings come in parts."""
+    found = {}
+    for path in (path for folder in ("hf_ring_attention", "recipes") for path in (ROOT / folder).rglob("*.py*")):
+        if path.suffix in (".py", ".pyi"):
+            nodes = [*ast.walk(ast.parse(path.read_text("utf-8")))]
+            known = (getattr(node, name, None) for node in nodes for name in ("id", "name", "value"))
+            texts = {x.value for x in nodes if isinstance(x, ast.Constant) and isinstance(x.value, str)}
+            found[path] = {x for x in known if isinstance(x, str)}, texts
+    return found
+
+
+@functools.cache
 def texts_of_the_code():
-    """Every text in the package and the recipes; f-strings come in parts."""
-    files = [path for folder in ("hf_ring_attention", "recipes") for path in (ROOT / folder).rglob("*.py")]
-    nodes = (node for path in files for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-    return "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return "\n".join(text for _, texts in words_of_the_code().values() for text in texts)
 
 
 def test_errors_are_quoted_as_the_code_says_them():
@@ -350,12 +378,8 @@ def test_what_to_add_takes_few_places(kind):
     (listed,) = re.findall(rf"\*\*{kind}\*\* \(places: ([^)]*)\)", text)
     assert len(listed.split(", ")) <= 4
     places = {*re.findall(r"`([^`]+)`", listed)} | FURTHER.get(kind, set())
-    naming = set()
-    for path in (*folder.rglob("*.py"), *folder.rglob("*.pyi")):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            known = (getattr(node, name, None) for name in ("id", "name", "value"))
-            if {x for x in known if isinstance(x, str)} & ADDED[kind]:
-                naming.add(path.relative_to(folder).as_posix())
+    words = ((path, names) for path, (names, _) in words_of_the_code().items() if path.is_relative_to(folder))
+    naming = {path.relative_to(folder).as_posix() for path, names in words if names & ADDED[kind]}
     assert naming
     assert len(naming - places) == ("its module" in listed), naming - places
 

@@ -45,8 +45,9 @@ REFUSED = [
     (f"{ESTIMATE} --plot none/a.png", "--plot: there is no folder 'none' for 'a.png': make it first"),
     (
         "perplexity --model a --text {file} --pattern no.json",
-        "--pattern: no.json cannot be read (from {empty}): No such file",
+        "--pattern: no.json cannot be read (from {empty}): No such",
     ),
+    ("check --ranks 3", "--ranks: a number that divides the 2 processes was expected, got 3"),
     ("plot pattern", "a pattern such as window:512+4, or --model, was expected"),
     ("plot pattern --pattern exact --heads 2 --head 2", "--head: heads are numbered 0 to 1, got 2"),
 ]
@@ -57,13 +58,11 @@ def test_bad_arguments_are_refused_while_they_are_read(words, message, places, e
     def never(*args, **kwargs):
         raise AssertionError("something is loaded or started")
 
+    monkeypatch.setenv("WORLD_SIZE", "2")
     if "--transport local" not in words:  # `explain` itself refuses it.
         monkeypatch.setattr(explain, "explain_layers", never)
     status, _, error = ended([word.format(**places) for word in words.split()])
     assert status == 2 and message.format(**places) in error and error.count("\n") == 1
-
-
-RING = "plot ring --tokens 8k --ranks 4 --heads 8 --head-dim 64 --tflops 1 --gbps 1"
 
 
 @pytest.mark.parametrize(
@@ -98,12 +97,11 @@ def test_types_take_what_they_say(kind, text, value):
             kind(bad)
 
 
+PICTURE = "plot pattern --pattern exact --plot a.png"
+
+
 @pytest.mark.parametrize(
-    ("package", "words", "purpose"),
-    [
-        ("rich", "--version", "the command line"),
-        ("matplotlib", "plot pattern --pattern exact --plot a.png", "a picture"),
-    ],
+    ("package", "words", "purpose"), [("rich", "--version", "the command line"), ("matplotlib", PICTURE, "a picture")]
 )
 def test_a_missing_package_is_named_with_its_pip_command(package, words, purpose, monkeypatch, places, refusal):
     without(monkeypatch, package)

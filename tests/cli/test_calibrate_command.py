@@ -1,6 +1,7 @@
 """The calibrate command, on a tiny model: it writes the library's files, and refuses wrong options in one line."""
 
 import json
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,9 +28,9 @@ def words_of(folder, *more):
     return [*model.split(), *(word for pattern in MENU for word in ("--menu", pattern)), *map(str, more)]
 
 
-def test_files_and_figures_are_those_of_the_library(folder, ended, monkeypatch):
+@patch.object(progress, "SECONDS_BETWEEN_LINES", 1e-6)
+def test_files_and_figures_are_those_of_the_library(folder, ended):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 1e-6)
     output = folder / "chosen"
     words = words_of(folder, "--rows", 2, "--output", output, "--plot", folder / "layers.png")
     status, printed, told = ended(words)

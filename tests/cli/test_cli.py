@@ -20,6 +20,7 @@ from hf_ring_attention.cost.models import attention_of_model, load_config
 from hf_ring_attention.cost.questions import most_cached_tokens
 from hf_ring_attention.plan.patterns import Pattern
 from hf_ring_attention.plan.traffic import short_bytes
+from tests.support.measured_once import measured_once
 from tests.support.tiny_models import tiny_config
 
 CALL = "--tokens 8k --ranks 4 --heads 8 --kv-heads 2 --head-dim 32"
@@ -131,6 +132,7 @@ def test_explain_counts_the_bytes_of_mixers_apart_from_attention(tmp_path, comma
         assert words in printed and f"{short_bytes(sent)} " in printed and "mixers in layers 0-2; " in printed
 
 
+@measured_once
 def test_commands_print_the_bytes_of_the_cache(tmp_path, command):
     config = tiny_config("llama", num_hidden_layers=3)
     ra.patch_config(config, ["window:32+4", "exact", "exact"]).save_pretrained(tmp_path)
@@ -151,6 +153,7 @@ def test_commands_print_the_bytes_of_the_cache(tmp_path, command):
     assert "PatternCache" not in packed
 
 
+@measured_once
 def test_many_patterns_are_printed_as_their_sums(tmp_path, command):
     config = tiny_config("llama", num_hidden_layers=6)
     patterns = [f"window:{length}+4" for length in (16, 32, 64, 128, 256)]
@@ -166,13 +169,6 @@ def test_many_patterns_are_printed_as_their_sums(tmp_path, command):
     estimated = command(f"estimate {words}")
     assert "window:64+4" not in estimated and re.search(r"^all +6 ", estimated, re.MULTILINE)
     assert re.search(r"^the largest of 6 +collective, ring +collective ", estimated, re.MULTILINE)
-
-
-def test_explain_refuses_a_model_that_is_not_computed(tmp_path, refusal):
-    config = {"model_type": "bloom", "n_head": 8, "hidden_size": 64, "n_layer": 2}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    error = refusal(f"explain --tokens 64 --ranks 2 --model {tmp_path}")
-    assert "models of type 'bloom' are not computed: BloomForCausalLM does not call" in error
 
 
 def test_models_say_what_works_and_why_not(command, ended):
@@ -206,6 +202,7 @@ def test_a_refused_estimate_leaves_the_garbage_collector_on(gemma, refusal):
     assert "ring_size" in error and gc.isenabled()
 
 
+@measured_once
 def test_tables_fit_80_columns(gemma, command):
     for words in (
         f"explain --tokens 128k --ranks 8 --model {gemma} --pattern pyramid:512,3",

@@ -5,17 +5,14 @@ import os
 import re
 import signal
 import time
-from pathlib import Path
 
 from hf_ring_attention.cli import main as cli
 from hf_ring_attention.ring import engine
 from tests.support.checkpoints import save_checkpoint_of_words
-from tests.support.programs import run_program
+from tests.support.programs import run_offline
 from tests.support.ranks import PROMPTLY
 from tests.support.tiny_models import with_large_weights
 
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
 COMMAND = "calibrate --model model --text fox.txt --tokens 80 --menu window:4+1 --menu exact"
 
 
@@ -23,8 +20,7 @@ def test_the_others_name_it_in_one_line(tmp_path, monkeypatch):
     folder = save_checkpoint_of_words(tmp_path, with_large_weights, num_key_value_heads=2)
     monkeypatch.chdir(folder)
     start = time.monotonic()
-    how = {"processes": 3, "environment": {**os.environ, **ENVIRONMENT}, "timeout": 2 * PROMPTLY}
-    done = run_program(__file__, *COMMAND.split(), **how)
+    done = run_offline(__file__, *COMMAND.split(), processes=3, timeout=2 * PROMPTLY)
     assert time.monotonic() - start < PROMPTLY
     lines = [line for line in done.stderr.splitlines() if "lost" in line]
     assert len(lines) == 2 and "Traceback" not in done.stderr, done.stderr

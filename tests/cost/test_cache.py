@@ -9,6 +9,7 @@ from hf_ring_attention.cost.cache import sum_of_caches
 from hf_ring_attention.cost.models import attention_of_model
 from hf_ring_attention.cost.questions import most_cached_tokens
 from hf_ring_attention.hf.model.wrappers import cache_argument
+from tests.support.measured_once import measured_once
 from tests.support.tiny_models import tiny_config, tiny_model
 
 PATTERNS = ("exact", "window:32+4", "pyramid:16,2", "longnet:32/1,128/4", "branches:window=16,segment=64/2@count")
@@ -17,33 +18,35 @@ TOKENS = 171
 
 def bytes_held(model, cache, tokens):
     """The most bytes of a cache while a text is read: blocks of a pattern are left behind at their ends."""
-    ids, most = torch.arange(tokens)[None] % 90 + 3, 0
+    ids, sizes, steps = torch.arange(tokens)[None] % 90 + 3, [], 51 * isinstance(cache, ra.PatternCache)
     with torch.no_grad():
-        for part in ids.split([100] + [1] * (tokens - 100), 1):
+        for part in ids.split([tokens - steps] + [1] * steps, 1):
             model(part, **cache_argument(cache))
-            if isinstance(cache, ra.PatternCache):
-                most = max(most, cache.nbytes)
-    every = [x for layer in cache.layers for x in (layer.keys, layer.values) if x is not None] if not most else []
-    return most or sum(x.numel() * x.element_size() for x in every)
+            every = (
+                [x for layer in cache.layers for x in (layer.keys, layer.values) if x is not None] if not steps else []
+            )
+            sizes.append(cache.nbytes if steps else sum(x.numel() * x.element_size() for x in every))
+    return max(sizes)
+
+
+#: Their attention is estimated, and not their shapes.
+ATTENTION_ALONE = ("gemma3n_text", "diffllama", "jetmoe", "moshi")
 
 
 @pytest.mark.parametrize(
     ("model_type", "pattern"),
     [
         *(("llama", pattern) for pattern in PATTERNS),
-        *((kind, "window:32+4") for kind in ("deepseek_v3", "gemma3_text", "gemma3n_text", "llama4_text")),
-        *((kind, "window:32+4") for kind in ("diffllama", "gpt_bigcode", "jetmoe", "moshi")),
+        *(
+            (kind, "window:32+4")
+            for kind in ("deepseek_v3", "gemma3_text", "llama4_text", "gpt_bigcode", *ATTENTION_ALONE)
+        ),
     ],
 )
 def test_an_estimate_is_within_5_percent_of_the_cache(model_type, pattern):
     """Grouped heads, latent attention, windows, chunks, keys that layers or experts share; room to grow is the difference."""
     model = ra.patch_model(tiny_model(model_type, "ring_dilated", max_position_embeddings=1024), pattern)
-    if model_type in (
-        "gemma3n_text",
-        "diffllama",
-        "jetmoe",
-        "moshi",
-    ):  # Their attention is estimated, not their shapes.
+    if model_type in ATTENTION_ALONE:
         caches = attention_of_model(model.config, "", None).caches(TOKENS, 1, 4)
         assert sum(len(layers) for layers, _ in caches.values()) == 2  # of 4 layers of Gemma 3n
         said = sum_of_caches(size for _, size in caches.values())
@@ -54,6 +57,7 @@ def test_an_estimate_is_within_5_percent_of_the_cache(model_type, pattern):
     assert bytes_held(model, DynamicCache(), TOKENS) == said.whole
 
 
+@measured_once
 @pytest.mark.parametrize("layers", [("window:32+4", "exact"), ("kv0=exact;kv1=window:64+4", "window:64")])
 def test_layers_and_heads_that_differ_are_counted_apart(layers):
     model = ra.patch_model(tiny_model("llama", "ring_dilated", num_key_value_heads=2), list(layers))
@@ -77,6 +81,7 @@ def test_explain_has_the_cache_of_a_layer():
     assert "cache" not in str(packed)
 
 
+@measured_once
 def test_the_most_tokens_fit_and_a_token_more_does_not():
     config = tiny_config("llama")
     weights = ra.estimate(config, 8).shape.parameters * 2

@@ -1,4 +1,4 @@
-"""`explain` foretells a call: bytes to the byte, work, balance, choices, a bound on buffers, and the timeline of a ring."""
+"""`explain` foretells a call: bytes to the byte, work, balance, choices, a bound on buffers, times, the timeline of a ring."""
 
 import itertools
 import threading
@@ -7,11 +7,15 @@ import pytest
 import torch
 
 import hf_ring_attention as ra
+from hf_ring_attention.cli.explain import compared
+from hf_ring_attention.cli.output import short_number
+from hf_ring_attention.cost.explain import BACKWARD, time_of_layer
 from hf_ring_attention.cost.timeline import ring_timeline
 from hf_ring_attention.plan.plans import plan_rank
-from hf_ring_attention.plan.problem import Problem
 from hf_ring_attention.plan.traffic import RowBytes, ring_traffic
 from hf_ring_attention.transport import row_sets
+from tests.support.cases import problem_of
+from tests.support.refusals import refused
 
 CASES = {
     "exact": ra.Pattern.exact(),
@@ -66,7 +70,7 @@ def test_what_it_says_happens(name, kind, transport, monkeypatch):
         assert (forward, backward) == (traffic.forward, traffic.backward), f"rank {rank}"
         if transport == "ring":
             assert buffers <= traffic.buffers
-        problem = Problem(pattern, said.layout, (((0, TOKENS * p - 1),),), num_heads=HEADS, num_kv_heads=KV_HEADS)
+        problem = problem_of(pattern, said.layout, heads=(HEADS, KV_HEADS))
         assert share.forward_flops == 4 * WIDTH * plan_rank(problem, rank).pairs
     flops = [share.forward_flops for share in said.ranks]
     assert said.imbalance == pytest.approx(max(flops) * p / sum(flops))
@@ -108,11 +112,9 @@ def test_reference_case(pattern, received, kind, transport):
     ],
     ids=str,
 )
-def test_refused(changes, message):
-    call = {"pattern": ra.Pattern.exact(), "seq_len": 64, "world_size": 4, "num_heads": 2, "head_dim": 8}
-    call |= changes
-    with pytest.raises(ValueError, match=message):
-        ra.explain(call.pop("pattern"), **call)
+def test_calls_that_are_refused(changes, message):
+    call = {"pattern": "exact", "seq_len": 64, "world_size": 4, "num_heads": 2, "head_dim": 8} | changes
+    refused(message, ra.explain, call.pop("pattern"), **call)
 
 
 def test_logged_once(caplog):
@@ -148,25 +150,19 @@ def test_formulas_of_bytes(layout, world_size):
     assert flops == pytest.approx(2 * h * d * n * n, rel=0.01)
 
 
-def problem_of(text, layout, ranks, length=4096, heads=4, kv_heads=2):
-    whole = ra.SequenceLayout(layout, length, ranks)
-    return Problem(ra.Pattern.parse(text), whole, (((0, length),),), num_heads=heads, num_kv_heads=kv_heads)
+def of_ranks(text, layout, ranks, length=4096):
+    return problem_of(text, (layout, length, ranks), heads=(4, 2))
 
 
-TIMELINES = [
-    ("exact", "zigzag", 4),
-    ("exact", "contiguous", 3),
-    ("window:300+4", "contiguous", 4),
-    ("window:300", "zigzag", 4),  # rows travel both ways
-    ("pyramid:64,3", "contiguous", 5),
-    ("longnet:256/1,1024/4,all/16", "zigzag", 3),
-]
+TIMELINES = [("exact", "contiguous", 3), ("window:300+4", "contiguous", 4), ("pyramid:64,3", "contiguous", 5)]
+TIMELINES += [("exact", "zigzag", 4), ("longnet:256/1,1024/4,all/16", "zigzag", 3)]
+TIMELINES += [("window:300", "zigzag", 4)]  # rows travel both ways
 
 
 @pytest.mark.parametrize(("text", "layout", "ranks"), TIMELINES)
 def test_work_and_bytes_are_those_of_the_plan_and_keys_arrive_in_time(text, layout, ranks):
     """Nobody computes with keys that have not arrived."""
-    problem = problem_of(text, layout, ranks)
+    problem = of_ranks(text, layout, ranks)
     timeline = ring_timeline(problem, pair_flops=3, row_bytes=7, flops=2.0, bandwidth=5.0)
     for rank in range(ranks):
         spent = dict.fromkeys(("compute", "send", "wait"), 0.0)
@@ -183,9 +179,62 @@ def test_work_and_bytes_are_those_of_the_plan_and_keys_arrive_in_time(text, layo
 
 
 def test_a_slow_link_is_waited_for_and_a_fast_one_is_not():
-    problem = problem_of("exact", "zigzag", 4)
+    problem = of_ranks("exact", "zigzag", 4)
     fast = ring_timeline(problem, pair_flops=256, row_bytes=256, flops=1e9, bandwidth=1e12)
     slow = ring_timeline(problem, pair_flops=256, row_bytes=256, flops=1e12, bandwidth=1e6)
     assert fast.share("wait") == 0 and fast.share("compute") > 0.99
     assert slow.share("wait") > 0.9 and slow.share("compute") < 0.1
     assert fast.seconds == pytest.approx(plan_rank(problem, 0).pairs * 256 / 1e9)
+
+
+# The times of a layer by each transport, from its plan and two speeds.
+
+CALL = {"seq_len": 4096, "world_size": 4, "num_heads": 8, "num_kv_heads": 4, "head_dim": 64}
+FLOPS = 1e12
+
+
+def times(pattern, bandwidth, **changes):
+    call = ra.explain(pattern, **{**CALL, **changes})
+    return call, {x: time_of_layer(call, x, flops=FLOPS, bandwidth=bandwidth) for x in call.balance}
+
+
+@pytest.mark.parametrize("pattern", ["exact", "window:512+4", "pyramid:64,3"])
+def test_fast_links_leave_the_time_of_computing(pattern):
+    call, by_transport = times(pattern, 1e18)
+    of_all = sum(share.forward_flops for share in call.ranks) * (1 + BACKWARD) / FLOPS
+    for name, time in by_transport.items():
+        assert time.total == pytest.approx(of_all / 4 * call.balance[name], rel=1e-6)
+
+
+def test_the_ring_takes_as_long_as_its_timeline():
+    """Forward, in a zigzag, if all ranks compute alike: over slow links the hops decide, over fast ones the devices."""
+    for bandwidth in (1e18, 1e7):
+        call, by_transport = times("exact", bandwidth)
+        problem = problem_of(call.pattern, call.layout, heads=(8, 4))
+        forward = ring_timeline(problem, pair_flops=256, row_bytes=256, flops=FLOPS, bandwidth=bandwidth).seconds
+        moved = max(call.busiest("ring").forward) / bandwidth
+        assert forward == pytest.approx(max(moved, by_transport["ring"].computing / (1 + BACKWARD)), rel=0.35)
+
+
+def test_what_is_hidden_is_part_of_computing_and_of_moving():
+    for bandwidth in (1e8, 1e10, 1e12):
+        for pattern in ("exact", "window:512+4"):
+            for time in times(pattern, bandwidth)[1].values():
+                assert 0 <= time.hidden <= min(time.moving, time.computing)
+    collective = times("window:64", 1e12)[1]["collective"]
+    assert 0 < collective.hidden < collective.moving  # gradients travel after computing
+    # Two heads of keys for each of two ranks arrive in two pieces, and one head for each of four at once.
+    assert times("exact", 1e12, world_size=2, seq_len=1 << 16)[1]["heads"].hidden > 0
+    assert times("exact", 1e12)[1]["heads"].hidden == 0
+
+
+@pytest.mark.parametrize("bandwidth", [1e7, 1e14])
+def test_a_sentence_compares_all_transports_and_names_a_faster_one(bandwidth):
+    call, by_transport = times("exact", bandwidth)
+    sentence = compared(call, by_transport, "these links")
+    assert sentence.startswith(f"a layer over these links: {call.decision.choice} ")
+    assert all(f"{name} {short_number(1e3 * time.total)} ms" in sentence for name, time in by_transport.items())
+    fastest = min(by_transport, key=lambda name: by_transport[name].total)
+    ratio = by_transport[call.decision.choice].total / by_transport[fastest].total
+    told = f"--transport {fastest} is {ratio:.1f} times as fast"
+    assert sentence.endswith(told) if bandwidth == 1e7 else "--transport" not in sentence

@@ -1,7 +1,7 @@
 """The attention that a config describes, against the attributes that Transformers' models read; and refusals."""
 
 import json
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
@@ -16,14 +16,9 @@ from hf_ring_attention.plan.branches import Segment, Window
 from hf_ring_attention.plan.patterns import Pattern
 
 from ..support.checkpoints import save_calibration
+from ..support.refusals import refused
 from ..support.releases import what_lacks
 from ..support.tiny_models import tiny_config
-
-
-def written(folder, config):
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
 
 
 def attention_in(folder, pattern=None):
@@ -39,10 +34,7 @@ REFUSED = {
     "lfm2_moe": "needs layer_types",
     "dory": r"runs some layers 2 times",
     "mimo_v2_flash": "differ in num_key_value_heads: expected one",
-    **dict.fromkeys(
-        ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
-        r"differ in (global_)?head_dim: expected one",
-    ),
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), r"differ in (global_)?head_dim: expected one"),
 }
 
 
@@ -64,9 +56,8 @@ def test_heads_and_windows_are_those_that_transformers_reads(tmp_path):
         config = CONFIG_MAPPING[model_type]()
         config.save_pretrained(tmp_path / model_type)
         text = config.get_text_config(decoder=True)
-        if model_type in REFUSED or text.model_type in REFUSED:
-            with pytest.raises(ValueError, match=REFUSED.get(model_type) or REFUSED[text.model_type]):
-                attention_in(str(tmp_path / model_type))
+        if message := REFUSED.get(model_type) or REFUSED.get(text.model_type):
+            refused(message, attention_in, str(tmp_path / model_type))
             continue
         attention = attention_in(str(tmp_path / model_type))
         heads = text.num_attention_heads
@@ -77,12 +68,9 @@ def test_heads_and_windows_are_those_that_transformers_reads(tmp_path):
         if getattr(text, "qk_nope_head_dim", None):  # Latent attention expands its keys.
             head_dim, kv_heads = text.qk_nope_head_dim + text.qk_rope_head_dim, heads
         read = attention.num_heads, attention.num_kv_heads, attention.head_dim
-        branches = (
-            [] if text.model_type == "moshi" else branches_of(text)
-        )  # Its layers ignore the window of its config.
-        patterns = [Pattern((x,)) if x else Pattern.exact() for x in branches] or [Pattern.exact()] * len(
-            attention.layers
-        )
+        # Moshi's layers ignore the window of its config.
+        branches = [None] * len(attention.layers) if text.model_type == "moshi" else branches_of(text)
+        patterns = [Pattern((x,)) if x else Pattern.exact() for x in branches]
         if read != (heads, kv_heads, head_dim) or list(attention.layers) != patterns:
             wrong[model_type] = read, (heads, kv_heads, head_dim)
         assert text.model_type in MIXERS or attention.numbers == tuple(range(text.num_hidden_layers))
@@ -140,24 +128,21 @@ def test_latent_attention_has_wider_keys_than_values():
         ({**SMALL, "num_key_value_heads": float("inf")}, "num_key_value_heads=inf is more than"),
         ({**SMALL, "num_key_value_heads": [8] * 6}, "cannot be read|differ in num_key_value_heads"),
         ({**SMALL, "head_dim": "64"}, "cannot be read"),
+        (None, r"has no config\.json: name the folder of a model"),
     ],
     ids=str,
 )
 def test_a_config_that_describes_no_model_is_refused_in_few_words(config, message, tmp_path):
-    with pytest.raises(ValueError, match=message) as caught:
-        attention_in(written(tmp_path / "x", config))
-    if "patch_config" not in message:
-        assert len(str(caught.value).split()) <= 30
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    error = refused(message, attention_in, str(tmp_path))
+    assert "patch_config" in message or config is None or len(error.split()) <= 30
 
 
-def test_without_a_config_the_error_names_the_remedy(tmp_path, monkeypatch):
+def test_a_file_that_is_no_config_and_a_dict_of_no_type_are_refused(tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ValueError, match=r"has no config\.json: name the folder of a model"):
-        load_config(str(tmp_path))
-    with pytest.raises(ValueError, match="cannot be read"):
-        load_config(str(tmp_path / "file"))
-    with pytest.raises(ValueError, match="knows no model_type 'nothing': set"):
-        config_of({"model_type": "nothing"})
+    refused("cannot be read", load_config, str(tmp_path / "file"))
+    refused("knows no model_type 'nothing': set", config_of, {"model_type": "nothing"})
 
 
 @pytest.mark.parametrize(
@@ -168,16 +153,12 @@ def test_without_a_config_the_error_names_the_remedy(tmp_path, monkeypatch):
         (None, "the hub was not reached, .*: connect, or name a folder"),  # as Transformers finds it offline
     ],
 )
-def test_a_wrong_name_and_a_hub_that_is_not_reached_are_two_errors(answer, message, monkeypatch):
-    def get_config_dict(name):
-        raise OSError("a text") from answer("no", response=Mock())
-
-    if answer is None:
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    else:
-        monkeypatch.setattr(PretrainedConfig, "get_config_dict", get_config_dict)
-    with pytest.raises(ValueError, match=f"no folder 'nobody/nothing', and {message}"):
-        load_config("nobody/nothing")
+def test_a_wrong_name_and_a_hub_that_is_not_reached_are_two_errors(answer, message):
+    failing = OSError("a text")
+    failing.__cause__ = answer and answer("no", response=Mock())
+    offline = patch("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with patch.object(PretrainedConfig, "get_config_dict", side_effect=failing) if answer else offline:
+        refused(f"no folder 'nobody/nothing', and {message}", load_config, "nobody/nothing")
 
 
 HYBRID = {**SMALL, "num_hidden_layers": 4}

@@ -20,6 +20,7 @@ from tests.support.calibrations import MENU, calibrated, model_of, random_texts
 from tests.support.checkpoints import save_calibration
 from tests.support.neighbours import with_lora
 from tests.support.ranks import run_simulated
+from tests.support.refusals import refused
 from tests.support.tiny_models import VOCAB, tiny_model
 from tests.support.tolerance import float64
 from tests.support.training import SIZES
@@ -81,14 +82,11 @@ def test_scores_find_the_head_that_looks_far(rng):
 
 
 def test_two_ranks_choose_what_one_process_chooses(rng):
-    texts, of_ranks = random_texts(rng), []
+    texts = random_texts(rng)
     with float64():
-        alone = calibrated(model_of(), texts)
-        for transport in ("ring", "collective"):
-            models = [model_of() for _ in range(2)]
-            of_ranks += run_simulated(
-                lambda ring, models=models: calibrated(models[ring.rank], texts, ring=ring), 2, transport=transport
-            )
+        models = [model_of() for _ in range(3)]
+        alone = calibrated(models[2], texts)
+        of_ranks = run_simulated(lambda ring: calibrated(models[ring.rank], texts, ring=ring), 2, transport="ring")
     for of_rank in of_ranks:
         assert of_rank.layers == alone.layers
         for layer, heads in alone.scores.items():
@@ -167,12 +165,10 @@ def test_another_model_is_measured_anew(rng, tmp_path, passes):
 
 def test_a_calibration_of_another_model_is_refused(rng):
     chosen = calibrated(model_of(2), random_texts(rng), refinements=0)
-    with pytest.raises(ValueError, match="the calibration is of a model of 2 layers, and LlamaModel has 3;"):
-        ra.patch_model(model_of(3), chosen)
+    refused("the calibration is of a model of 2 layers, and LlamaModel has 3;", ra.patch_model, model_of(3), chosen)
     other = tiny_model("gemma3_text", "ring_dilated", num_hidden_layers=2, num_key_value_heads=2)
     assert other.config.layer_types[0] == "sliding_attention"
-    with pytest.raises(ValueError, match=r"it has patterns for \[0.*\], needed are \[.*\]: calibrate"):
-        ra.patch_model(other, chosen)
+    refused(r"it has patterns for \[0.*\], needed are \[.*\]: calibrate", ra.patch_model, other, chosen)
 
 
 def test_a_folder_that_cannot_be_used_is_refused_on_all_ranks(rng, tmp_path):
@@ -240,8 +236,7 @@ def test_a_budget_of_the_bytes_of_a_ring(rng):
     assert ra.Calibration.from_dict(chosen.to_dict()) == chosen
     other = calibrated(model_of(3), random_texts(rng), budget=0.6, refinements=0)
     assert other.ranks is None
-    with pytest.raises(ValueError, match="a ring that moves bytes: ranks must be an integer of at least 2, got None"):
-        other.share("bytes")
+    refused("a ring that moves bytes: ranks must be an integer of at least 2, got None", other.share, "bytes")
 
 
 def test_a_budget_of_the_cache(rng):
@@ -275,6 +270,13 @@ def test_layers_with_windows_keep_them(rng):
         calibrated(tiny_model("mistral", "ring_dilated", sliding_window=8), texts)
 
 
+def a_text(first, *shape):
+    return torch.full(shape, first)
+
+
+MASKED = ModernBertForMaskedLM(ModernBertConfig(**SIZES, pad_token_id=0))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -290,54 +292,35 @@ def test_layers_with_windows_keep_them(rng):
         ({"menu": ["exact", "windy:4"]}, "calibrate: menu: .*windy"),
         ({"retrieval": -1}, "retrieval must be a weight"),
         ({"seed": -1}, "seed must be an integer of at least 0, got -1"),
+        ({"texts": "text"}, "texts must be a list with the token ids"),
+        ({"texts": [a_text(3, 70), a_text(3, 1)]}, "text 1 must have 2 or more tokens, got 1"),
+        ({"texts": [a_text(3, 37)]}, "text 0 must have 64 or more tokens, got 37: .* or retrieval=0"),
+        ({"texts": [a_text(3, 2, 80)]}, r"text 0 must be \[tokens\], got \[2, 80\]"),
+        ({"texts": [a_text(VOCAB, 80)]}, "calibrate: input_ids must be from 0"),
+        ({"model": MASKED}, "calibrate: ModernBertForMaskedLM does not compute the loss of next tokens"),
+        ({"model": nn.Linear(2, 2)}, "calibrate: expected a Transformers model"),
     ],
+    ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
-def test_bad_numbers_are_refused(options, message, rng):
-    with pytest.raises(ValueError, match=message):
-        calibrated(model_of(), random_texts(rng), **options)
+def test_bad_calls_are_refused(options, message, rng):
+    given = {"model": model_of(), "texts": random_texts(rng), **options}
+    refused(message, calibrated, given.pop("model"), given.pop("texts"), **given)
 
 
-@pytest.mark.parametrize(
-    ("texts", "message"),
-    [
-        ("text", "texts must be a list with the token ids"),
-        ([torch.arange(3, 70), torch.arange(1)], "text 1 must have 2 or more tokens, got 1"),
-        ([torch.arange(3, 40)], "text 0 must have 64 or more tokens, got 37: .* or retrieval=0"),
-        ([torch.ones(2, 80, dtype=torch.long)], r"text 0 must be \[tokens\], got \[2, 80\]"),
-        ([torch.full((80,), VOCAB)], "calibrate: input_ids must be from 0"),
-    ],
-)
-def test_bad_texts_are_refused(texts, message):
-    with pytest.raises(ValueError, match=message):
-        calibrated(model_of(), texts)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_losses_that_are_not_finite_are_refused(rng, tmp_path, ranks):
+def test_losses_that_are_not_finite_are_refused_on_all_ranks(rng, tmp_path):
     texts = random_texts(rng)
     texts[0][30] = VOCAB - 1
-    models = [model_of() for _ in range(ranks)]
+    models = [model_of() for _ in range(2)]
     for model in models:
         with torch.no_grad():
             model.get_input_embeddings().weight[VOCAB - 1] = torch.nan
 
     def measure(ring):
         told = r"calibrate: \d+ of \d+ losses of LlamaForCausalLM .* are infinite or NaN: use"
-        with pytest.raises(ValueError, match=told):
-            calibrated(models[ring.rank], texts, ring=ring, folder=tmp_path / "measured")
+        refused(told, calibrated, models[ring.rank], texts, ring=ring, folder=tmp_path / "measured")
 
-    run_simulated(measure, ranks)
+    run_simulated(measure, 2)
     assert not list((tmp_path / "measured").glob("changes-*"))
-
-
-def test_models_that_predict_no_next_tokens_are_refused(rng):
-    masked = ModernBertForMaskedLM(ModernBertConfig(**SIZES, pad_token_id=0))
-    for model, message in (
-        (masked, "ModernBertForMaskedLM does not compute the loss of next tokens"),
-        (nn.Linear(2, 2), "expected a Transformers model"),
-    ):
-        with pytest.raises(ValueError, match=f"calibrate: {message}"):
-            calibrated(model, random_texts(rng))
 
 
 def test_ranks_that_differ_are_refused(rng):
@@ -347,8 +330,8 @@ def test_ranks_that_differ_are_refused(rng):
 
         def call(ring, changes=changes):
             own = {"texts": texts, **(changes if ring.rank else {})}
-            with pytest.raises(ValueError, match=f"the ranks of the ring disagree on {next(iter(changes))}"):
-                calibrated(models[ring.rank], own.pop("texts"), ring=ring, **own)
+            told = f"the ranks of the ring disagree on {next(iter(changes))}"
+            refused(told, calibrated, models[ring.rank], own.pop("texts"), ring=ring, **own)
 
         run_simulated(call, 2)
 
@@ -369,25 +352,20 @@ def test_ranks_that_differ_are_refused(rng):
         ({"menu": ["pyramid:8,40000"]}, "levels must be at most 63"),
         ({"layers": {"0": "kv0-99999999999=exact", "1": "exact"}}, "at most 65536 key/value heads"),
         ({"layers": {"1" * 5000: "exact"}}, "Exceeds the limit"),
+        ('{"format": 1, "layers": 3}', "expected a calibration"),
+        ("budget", r"\.json is not a JSON file"),
+        ("[" * 100000, r"\.json is not a JSON file"),
+        ('{"seed": ' + "1" * 5000 + "}", r"\.json is not a JSON file"),
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
 )
-def test_a_calibration_with_wrong_numbers_or_layers_is_refused(change, message, tmp_path):
+def test_a_file_with_wrong_numbers_or_layers_or_no_calibration_is_refused(change, message, tmp_path):
     file = tmp_path / "calibration.json"
     save_calibration(file, {0: "kv0=exact;kv1=window:8", 1: "exact"})
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(ValueError, match=f"expected a calibration that Calibration.to_dict wrote: .*{message}"):
-        ra.Calibration.load(file)
-
-
-def test_what_is_no_calibration_is_refused(tmp_path):
-    (tmp_path / "other.json").write_text(json.dumps({"format": 1, "layers": 3}))
-    with pytest.raises(ValueError, match="expected a calibration"):
-        ra.Calibration.load(tmp_path / "other.json")
-    for text in ("budget", "[" * 100000, '{"seed": ' + "1" * 5000 + "}"):
-        (tmp_path / "text.json").write_text(text)
-        with pytest.raises(ValueError, match=r"text\.json is not a JSON file"):
-            ra.Calibration.load(tmp_path / "text.json")
+    whole = isinstance(change, str)
+    file.write_text(change if whole else json.dumps(json.loads(file.read_text()) | change))
+    begin = "" if whole else "expected a calibration that Calibration.to_dict wrote: .*"
+    refused(begin + message, ra.Calibration.load, file)
 
 
 def test_a_file_is_replaced_whole_or_left_alone(tmp_path):

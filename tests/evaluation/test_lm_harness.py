@@ -8,6 +8,7 @@ import pytest
 from tests.support.checkpoints import save_calibration, save_tiny_checkpoint
 from tests.support.lm_tasks import KINDS, write_tasks
 from tests.support.ranks import run_ranks
+from tests.support.refusals import refused
 from tests.support.tiny_models import with_large_weights
 from tests.support.training import process_environment
 
@@ -177,20 +178,17 @@ def _refusals(rank, folder):
         ({"ring_size": 1, "parallelize": True}, "parallelize divides a model among the 2 processes"),
         ({"ring_size": 2, "logits_at_once": 0}, "logits_at_once must be an integer of at least 1, got 0"),
     ):
-        with pytest.raises(ValueError, match=message):
-            RingLM(model, **arguments)
+        refused(message, RingLM, model, **arguments)
     lm = RingLM(model, ring_size=2, ring_kernel="math")
     assert lm.ring.kernel == "math"
-    with pytest.raises(ValueError, match=r"a model that is loaded already has its ring from ra\.patch_model"):
-        RingLM(lm.model, ring_size=2)
+    refused(r"a model that is loaded already has its ring from ra\.patch_model", RingLM, lm.model, ring_size=2)
     question = Instance("loglikelihood", {}, ("a question", " and its answer"), 0)
     # A model that is loaded already keeps its ring.
     again = RingLM(lm.model, tokenizer=lm.tokenizer)
     assert again.ring is lm.ring and again.loglikelihood([question]) == lm.loglikelihood([question])
-    with pytest.raises(ValueError, match="--use_cache gives each process its own answers"):
-        lm.set_cache_hook(None)
-    with pytest.raises(ValueError, match="the ranks of the ring disagree on"):
-        lm.loglikelihood([Instance("loglikelihood", {}, ("a question", f" {rank} or more"), 0)])
+    refused("--use_cache gives each process its own answers", lm.set_cache_hook, None)
+    of_rank = Instance("loglikelihood", {}, ("a question", f" {rank} or more"), 0)
+    refused("the ranks of the ring disagree on", lm.loglikelihood, [of_rank])
 
 
 def test_what_a_ring_cannot_do_is_refused_on_every_rank(folder):

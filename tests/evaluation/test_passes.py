@@ -1,5 +1,7 @@
 """A pass of a calibration agrees with dense attention, sharded too; and the form of a retrieval text."""
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
@@ -78,8 +80,8 @@ def linear_of(found):
 
 @pytest.mark.parametrize("make", [plain_text, retrieval_text])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_pass_measures_what_dense_attention_says(make, world_size, rng, monkeypatch):
-    monkeypatch.setattr(passes, "LOGITS_AT_ONCE", 16)
+@patch.object(passes, "LOGITS_AT_ONCE", 16)
+def test_a_pass_measures_what_dense_attention_says(make, world_size, rng):
     [ids] = random_texts(rng, 1, 72)
     text, menu = make(ids, rng.randrange(1000)), [ra.Pattern.parse(one) for one in MENU]
 
@@ -94,7 +96,7 @@ def test_a_pass_measures_what_dense_attention_says(make, world_size, rng, monkey
         assert distance(found.products * text.num_scored, products) <= OF_FLOAT32
 
 
-def test_sums_of_long_texts_have_the_products_of_all_their_tokens(rng, monkeypatch):
+def test_sums_of_long_texts_have_the_products_of_all_their_tokens(rng):
     """With random signs, products of sums equal the products of tokens but for noise, on any number of ranks."""
     [ids] = random_texts(rng, 1, 200)
     text, menu = plain_text(ids, 0), [ra.Pattern.parse(one) for one in MENU]
@@ -104,9 +106,9 @@ def test_sums_of_long_texts_have_the_products_of_all_their_tokens(rng, monkeypat
 
     with float64():
         whole = measure(ra.Ring.alone())
-        monkeypatch.setattr(passes, "MOST_HELD", 60)
-        alone = measure(ra.Ring.alone())
-        found_by_rank = run_simulated(measure, 3)
+        with patch.object(passes, "MOST_HELD", 60):
+            alone = measure(ra.Ring.alone())
+            found_by_rank = run_simulated(measure, 3)
     flat = whole.products.flatten(2).flatten(0, 1)
     sizes = flat.diagonal().sqrt()
     changes = sizes > 0  # "exact" changes nothing.

@@ -18,6 +18,7 @@ import hf_ring_attention as ra
 from hf_ring_attention.hf.model.support import check_predicts_next
 from tests.support.checkpoints import word_tokenizer
 from tests.support.ranks import run_simulated
+from tests.support.refusals import refused
 from tests.support.threads import in_threads
 from tests.support.tiny_models import CAUSAL_TYPES, NOT_BUILT, VOCAB, tiny_config, tiny_model
 from tests.support.tolerance import EXACT
@@ -84,11 +85,8 @@ def test_it_is_the_same_where_weights_are_divided(freed, rng, ranks):
         assert found == pytest.approx([right] * 2, rel=EXACT)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "layout"),
-    [("roberta", "auto"), ("roberta", "zigzag"), ("xmod", "contiguous"), ("llama", "zigzag"), ("llama", "documents")],
-)
-def test_it_is_the_same_on_a_ring(model_type, layout, rng):
+@pytest.mark.parametrize(("model_type", "layout"), [("roberta", "zigzag"), ("xmod", "contiguous")])
+def test_models_that_number_tokens_themselves_find_the_same_on_a_ring(model_type, layout, rng):
     seed = rng.randrange(10**6)
     rows = [row(seed, length) for length in (21, 2, 13)]
     made = [tiny_model(model_type, "eager") for _ in range(3)]
@@ -193,11 +191,10 @@ def never(*args):
 def test_bad_input_is_refused_before_anything_is_computed(given, more, message):
     model = tiny_llama()
     model.register_forward_pre_hook(never)
-    with pytest.raises(ValueError, match=f"perplexity: .*{message}"):
-        ra.perplexity(model, given, **more)
+    refused(f"perplexity: .*{message}", ra.perplexity, model, given, **more)
 
 
-@pytest.mark.parametrize("model_type", ["bert", "roberta", "big_bird", "roformer", "xmod", "xlm", "xlnet"])
+@pytest.mark.parametrize("model_type", ["bert", "big_bird", "xmod", "xlm", "xlnet"])
 def test_models_that_see_what_they_are_to_predict_are_refused(model_type):
     setting = {"xlnet": {}, "xlm": {"causal": False}}.get(model_type, {"is_decoder": False})
     model, ids = tiny_model(model_type, "eager", **setting), row(0, 12)
@@ -206,11 +203,10 @@ def test_models_that_see_what_they_are_to_predict_are_refused(model_type):
     with torch.no_grad():
         assert not torch.allclose(model(input_ids=ids).logits[:, 0], model(input_ids=changed).logits[:, 0], rtol=1e-3)
     for function, batch in ((ra.perplexity, ids), (ra.distillation_loss, {"input_ids": ids, "labels": ids})):
-        with pytest.raises(ValueError, match="attends to those behind it"):
-            function(model, batch)
+        refused("attends to those behind it", function, model, batch)
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("model_type", sorted({*CAUSAL_TYPES} - {"xlnet", *NOT_BUILT}))
 def test_no_causal_model_is_taken_for_an_encoder(model_type):
     with torch.device("meta"):
@@ -220,10 +216,10 @@ def test_no_causal_model_is_taken_for_an_encoder(model_type):
 
 def test_classifiers_and_masked_language_models_are_refused():
     for model_class in (LlamaForTokenClassification, LlamaForSequenceClassification):
-        with pytest.raises(ValueError, match=r"does not compute the loss of next tokens .its loss is"):
-            ra.perplexity(model_class(LlamaConfig(**SIZES)), row(0, 12))
-    with pytest.raises(ValueError, match="its loss is ForMaskedLM"):
-        ra.perplexity(ModernBertForMaskedLM(ModernBertConfig(**SIZES, pad_token_id=0)), row(0, 12))
+        told = r"does not compute the loss of next tokens .its loss is"
+        refused(told, ra.perplexity, model_class(LlamaConfig(**SIZES)), row(0, 12))
+    masked = ModernBertForMaskedLM(ModernBertConfig(**SIZES, pad_token_id=0))
+    refused("its loss is ForMaskedLM", ra.perplexity, masked, row(0, 12))
 
 
 @pytest.mark.parametrize(("value", "ranks"), [(torch.nan, 2), (torch.inf, 1)])
@@ -237,13 +233,13 @@ def test_losses_that_are_not_finite_are_refused(rng, value, ranks):
     assert ra.perplexity(models[0], ids[:40]).tokens == 39
 
     def measure(ring):
-        with pytest.raises(ValueError, match=r"\d+ of \d+ losses of LlamaForCausalLM in torch\.float64 are infinite"):
-            ra.perplexity(models[ring.rank], ids, ring=ring)
+        told = r"\d+ of \d+ losses of LlamaForCausalLM in torch\.float64 are infinite"
+        refused(told, ra.perplexity, models[ring.rank], ids, ring=ring)
 
     run_simulated(measure, ranks)
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "opt", "roberta", "bart", "xlm", "marian"])
+@pytest.mark.parametrize("model_type", ["gpt2", "opt", "roberta", "marian"])
 def test_rows_longer_than_a_table_of_positions_are_refused(model_type):
     """Whose error would be an index, on the rank that has the row's end."""
     model = tiny_model(model_type, "eager")
@@ -258,24 +254,22 @@ def test_rows_longer_than_a_table_of_positions_are_refused(model_type):
             too_many = middle
     assert too_many < 200
     assert ra.perplexity(model, row(0, places)).tokens == places - 1
-    with pytest.raises(ValueError, match=f"learned positions for {places} tokens, and a row has {places + 1}"):
-        ra.perplexity(model, row(0, places + 1))
+    told = f"learned positions for {places} tokens, and a row has {places + 1}"
+    refused(told, ra.perplexity, model, row(0, places + 1))
 
 
 def one_bad_rank(rank):
     ring, model = ra.Ring(), tiny_llama()
     for given, more, message in REFUSED:
         begin = "^perplexity: .*" if rank else "^rank 1 of the ring refused the call: perplexity: .*"
-        with pytest.raises(ValueError, match=begin + message):
-            ra.perplexity(model, given if rank else IDS, ring=ring, **(more if rank else {}))
+        refused(begin + message, ra.perplexity, model, given if rank else IDS, ring=ring, **(more if rank else {}))
     for given, more, message in (
         (IDS + rank, {}, "disagree on a checksum of input_ids"),
         (IDS[:, : 12 - rank], {}, r"disagree on the shape of input_ids: rank 0: \(1, 12\), rank 1: \(1, 11\)"),
         (IDS, {"attention_mask": (torch.arange(12) >= rank).long()[None]}, "disagree on a checksum of attention_mask"),
         (IDS, {"logits_at_once": 5 + rank}, "disagree on logits_at_once: rank 0: 5, rank 1: 6"),
     ):
-        with pytest.raises(ValueError, match=message):
-            ra.perplexity(model, given, ring=ring, **more)
+        refused(message, ra.perplexity, model, given, ring=ring, **more)
     return ra.perplexity(model, IDS, ring=ring).nll
 
 

@@ -53,11 +53,7 @@ def test_random_packings_are_even(rng, world_size, pattern):
 
 def test_estimates_are_the_plans(rng):
     for _ in range(12):
-        tokens, world_size, pattern = (
-            rng.randint(16384, 65536),
-            rng.choice([2, 3, 8, 16]),
-            rng.choice(PATTERNS),
-        )
+        tokens, world_size, pattern = rng.randint(16384, 65536), rng.choice([2, 3, 8, 16]), rng.choice(PATTERNS)
         documents = (random_packing(rng, tokens),)
         for layout in (
             balanced_layout(tokens, world_size, pattern, documents),

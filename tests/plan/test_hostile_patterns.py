@@ -16,16 +16,12 @@ LONG = "1" * 5000
 TEXTS = {
     "pyramid:8,40000": "levels must be at most 63, got 40000",
     "pyramid:8,63,9000000000000000000": r"window \* ratio \*\* \(levels - 1\) must be at most \d+, got a number of 39\d\d bits",
-    f"pyramid:{LONG},2": "at most 19 digits was expected, got 5000 digits",
     "kv0-30000000=exact": "at most 65536 key/value heads were expected, got head 30000000",
-    "kv0-99999999999=exact": "at most 65536 key/value heads were expected",
-    f"kv0-{LONG}=exact": "at most 19 digits was expected",
     f"kv{'0-65535,' * 20000}0=exact": "it names key/value head 0 twice",
     "kv65535=exact": r"it leaves out the key/value heads \[0, 1, 2, 3, 4, 5, 6, 7\]\.\.\.",
     f"window:{LONG}": "at most 19 digits was expected",
     "window:9223372036854775808": "length must be at most 9223372036854775807, got 9223372036854775808",
     "longnet:8/1,all/9223372036854775808": "dilation must be at most",
-    f"branches:window=8,segment=all/{LONG}": "at most 19 digits was expected",
     f"exact@{'x' * 100000}": "behind @ stands count or once",
     "x" * 100000: "is not known",
 }

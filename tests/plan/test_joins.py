@@ -11,32 +11,10 @@ from hf_ring_attention.plan.plans import freshness, most_tiles_of_a_row, plan_ra
 from tests.plan.strategies import query_rows
 from tests.support.cases import problem_of, random_case
 
-TOKENS, RANKS, DOCUMENTS = 131072, 8, 126
-
-
-def packed_documents(rng):
-    cuts = sorted(rng.sample(range(1, TOKENS), DOCUMENTS - 1))
-    return tuple(itertools.pairwise([0, *cuts, TOKENS]))
-
 
 def rows_of(batches, problem):
     """(batch row, query head, row) of every query of some batches."""
     return [query[:3] for batch in batches for query in query_rows(batch, problem.group)]
-
-
-def calls_of_ranks(problem, joining):
-    """The number of calls on all ranks, if tiles of a rank's own keys are views if they can be."""
-    count = 0
-    for rank in range(problem.layout.world_size):
-        plan = plan_rank(problem, rank)
-        own = joined(plan.own, problem.group, joining, lambda batch: batch.as_one(1, range(8)) is not None)
-        count += len(list(own)) + len(list(joined(plan.remote, problem.group, joining, lambda batch: False)))
-    return count
-
-
-def test_packed_documents_in_few_calls(rng):
-    problem = problem_of("pyramid:512,4", ("contiguous", TOKENS, RANKS), [packed_documents(rng)], (32, 8))
-    assert calls_of_ranks(problem, PADDED) < calls_of_ranks(problem, None)
 
 
 def test_calls_hold_each_batch_once_and_no_query_row_twice(rng):
@@ -92,15 +70,9 @@ def test_fresh_tiles_share_no_query_row(rng):
     assert found
 
 
-@pytest.mark.parametrize(
-    ("pattern", "causal", "most"),
-    [
-        ("window:5", True, 1),
-        ("window:5+2", True, 2),
-        ("window:5", False, 2),
-        ("pyramid:4,2", True, 3),
-        ("exact", True, 1),
-    ],
-)
+MOST_TILES = [("window:5", True, 1), ("window:5+2", True, 2), ("window:5", False, 2), ("pyramid:4,2", True, 3)]
+
+
+@pytest.mark.parametrize(("pattern", "causal", "most"), [*MOST_TILES, ("exact", True, 1)])
 def test_how_many_tiles_share_a_query_row(pattern, causal, most):
     assert most_tiles_of_a_row(plan_rank(problem_of(pattern, 40, causal=causal), 0).own) == most

@@ -24,17 +24,6 @@ def test_ranks_partition_the_padded_row(kind):
         assert seq_len <= layout.padded_len < seq_len + unit, "the least padding that divides"
 
 
-def test_positions():
-    layout = SequenceLayout("contiguous", 10, 3)
-    assert [layout.positions(rank) for rank in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    assert layout.pieces(1) == (range(4, 8),)
-    assert (layout.padded_len, layout.local_len, layout.piece_len) == (12, 4, 4)
-    layout = SequenceLayout("zigzag", 10, 3)  # pieces of 2: 01 23 45 67 89 ..
-    assert [layout.positions(rank) for rank in range(3)] == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
-    assert layout.pieces(0) == (range(0, 2), range(10, 12))
-    assert (layout.padded_len, layout.local_len, layout.piece_len) == (12, 4, 2)
-
-
 def test_refused_kinds_sizes_and_ranks():
     for kind in ("auto", None):
         message = f"SequenceLayout: kind must be one of 'contiguous', 'zigzag', 'documents', got {kind!r}"

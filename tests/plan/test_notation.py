@@ -45,11 +45,7 @@ dilated = st.builds(
     st.integers(1, 9),
     st.sampled_from(["dilated", "all"]),
 )
-branches = st.lists(
-    dilated | st.builds(Sink, st.integers(1, 9)) | st.just(Segment()),
-    min_size=1,
-    max_size=5,
-)
+branches = st.lists(dilated | st.builds(Sink, st.integers(1, 9)) | st.just(Segment()), min_size=1, max_size=5)
 
 
 @st.composite
@@ -115,9 +111,7 @@ def test_whoever_takes_a_pattern_says_what_came():
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_flop_share_counts_pairs_by_the_definition(causal):
-    for text in (
-        "exact", "window:16+2", "pyramid:4,3,2", "longnet:8/1,all/4", "branches:window=16,sink=2",
-    ):  # fmt: skip
+    for text in ("exact", "window:16+2", "pyramid:4,3,2", "longnet:8/1,all/4", "branches:window=16,sink=2"):
         pattern, size = Pattern.parse(text), (33, 4, 2, causal)
         pairs, exact = (multiplicity_matrix(made, *size).sum() for made in (pattern, Pattern.exact()))
         share = pattern.flop_share(33, num_heads=4, num_kv_heads=2, causal=causal)

@@ -237,6 +237,7 @@ def test_random_problems(problem, by_heads):
     assert not split or (by_heads and problem.num_kv_heads > 1 and problem.layout.world_size > 1)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("sinks", [(), (Sink(1),)], ids=["window", "sink and window"])
 def test_every_window_and_number_of_ranks(sinks):
     """By exhaustion: rows near their readers, and one that all ranks read, however the others go."""

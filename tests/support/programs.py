@@ -8,7 +8,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.ranks import begin_as_a_program, forked, free_port
+from tests.support.ranks import TIMEOUT, begin_as_a_program, forked, free_port
+
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass
@@ -67,3 +69,9 @@ def _program(command, environment, folder, output):
     sys.path[:0] = [os.path.dirname(command[0]), *path]
     sys.argv = command
     runpy.run_path(command[0], run_name="__main__")
+
+
+def run_offline(script, *arguments, timeout=TIMEOUT, **how):
+    """`run_program` with this checkout, on CPUs, without the hub."""
+    settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
+    return run_program(script, *arguments, environment={**os.environ, **settings}, timeout=timeout, **how)
