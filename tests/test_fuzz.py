@@ -13,7 +13,7 @@ from hf_ring_attention.transport import transports
 from tests import fuzz
 from tests.support.ranks import run_ranks
 
-CASES = 20
+CASES = 64
 DRAWS = """
 import random, pytest
 from hypothesis import given, strategies
@@ -32,7 +32,7 @@ REPEATED = r"python -m tests\.fuzz --case ((?:attention|fused|models):\d+)"
 
 
 def test_random_cases_of_attention(rng):
-    """Random cases of models are in tests/hf/test_random_batches.py."""
+    """Random cases of models are in tests/hf/test_pairs.py."""
     report = fuzz.run_many(rng.randrange(10**6), ["attention"], cases=CASES)
     assert not report.failed, "\n".join(report.failed)
     assert sum(report.outcomes.values()) == CASES
@@ -96,7 +96,7 @@ def miscounted(exchange, link, step, sends, receives):
 DEFECTS = {first: (kernel, "merge_"), scaled: (engine, "backward_pass"), miscounted: (transports.Link, "exchange")}
 
 
-# As in tests/hf/test_random_batches.py.
+# As in tests/hf/test_pairs.py.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
 @pytest.mark.parametrize(
     ("kind", "defect", "cases"),

@@ -7,6 +7,7 @@ import pytest
 
 import hf_ring_attention as ra
 from hf_ring_attention.cost.estimate import parts_by_bound
+from hf_ring_attention.plan.patterns import Pattern
 from tests.support.measured_once import measured_once
 
 plots = pytest.importorskip("hf_ring_attention.cli.plots", exc_type=ImportError)
@@ -87,3 +88,14 @@ def test_perplexities_are_lines_by_length_of_all_texts(tmp_path, saved_figures):
     assert [text.get_text() for text in axis.get_legend().get_texts()] == ["window:64", "exact"]
     assert len({(line.get_marker(), line.get_linestyle()) for line in axis.get_lines()}) == 2
     assert [text.get_text() for text in axis.get_xticklabels()[-2:]] == ["512", "1k"]
+
+
+def test_patterns_fit_a_page(tmp_path, saved_figures):
+    """Text of 800 pixels is legible: its height is at least 10 pixels."""
+    patterns = {text: Pattern.parse(text) for text in ("exact", "window:512+4", "pyramid:512,3", "longnet:512/1,all/8")}
+    plots.plot_patterns(patterns, 4096, tmp_path / "a.png", head=0, num_heads=8, num_kv_heads=8)
+    (figure,) = saved_figures
+    pixels = 800 / figure.get_figwidth() / 72
+    for axis in figure.axes[:4]:
+        assert axis.title.get_fontsize() * pixels >= 10
+        assert all(label.get_fontsize() * pixels >= 10 for label in axis.get_xticklabels())

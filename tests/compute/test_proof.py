@@ -13,10 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute import kernels, proof
+from hf_ring_attention.compute.cuda_kernels import CudaFlash, Cudnn
 from hf_ring_attention.compute.kernel import added, merged
 from hf_ring_attention.compute.kernels import CpuFlash, Math
 from hf_ring_attention.plan.kernel_choice import ANY_TILES, TileKinds
 from hf_ring_attention.ring import attention, planned
+from tests.support.cuda_operators import CudnnAttention, FlashAttention2
 from tests.support.patches import replaced
 
 CPU = torch.device("cpu")
@@ -272,3 +274,35 @@ def test_only_the_chosen_kernel_is_proved_and_the_next_if_it_fails(cuda_facts, m
     cuda_facts["cudnn"] = "out is off"
     assert chosen(whole) == ("flash", ["cudnn", "flash"])
     kernels._kernel.cache_clear()
+
+
+class InFloat32:
+    """Operators that compute in float32 and round their results."""
+
+    def __init__(self, operators):
+        self.operators = operators
+
+    def __getattr__(self, name):
+        def call(*args, **kwargs):
+            dtype = args[0].dtype
+            wide = [x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
+            found = getattr(self.operators, name)(*wide, **kwargs)
+            kept = (1,) if "back" not in name else ()  # a log-sum-exp
+            return [x.to(dtype) if isinstance(x, torch.Tensor) and i not in kept else x for i, x in enumerate(found)]
+
+        return call
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    ("kernel", "operators", "tiles"),
+    [
+        *((CudaFlash(), FlashAttention2, tiles) for tiles in TILES),
+        *((Cudnn(), CudnnAttention(), tiles) for tiles in ("exact", "whole exact")),
+    ],
+    ids=lambda x: x if isinstance(x, str) else getattr(x, "name", ""),
+)
+def test_kernels_for_cuda_by_stand_ins(kernel, operators, tiles, dtype, checked_operators):
+    checked_operators(dtype, played_by=InFloat32(operators))
+    assert fault(kernel, dtype, (64, 64), None, tiles) is None

@@ -19,7 +19,7 @@ from hf_ring_attention.cost.trace import LiveBytes
 from hf_ring_attention.hf.model.config import warn_once
 from tests.support.ranks import on_ranks
 from tests.support.tiny_models import CAUSAL_TYPES, INNER, NOT_BUILT, tiny_config, tiny_model
-from tests.support.tolerance import EXACT, assert_exact, distance, gradients_distance
+from tests.support.tolerance import EXACT, allowed, assert_exact, distance, gradients_distance
 from tests.support.training import tiny_llama, whole
 
 pytestmark = pytest.mark.usefixtures("in_float64")
@@ -407,3 +407,36 @@ def refused_by(rank):
 def test_layers_that_are_sharded_by_themselves_are_refused_on_all_ranks(programs):
     """Their ranks would wait for each other in slices that only one of them has."""
     programs.run(refused_by, 2)
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_slices_inside_of_checkpoints(reentrant):
+    model, ids = tiny_llama(None).train(), tokens(1, 37)
+    logits, gradients, _ = step(model, ids)
+    if reentrant is not None:
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    seen = slices_of(model)
+    sliced, found, fired = step(ra.sliced_layers(model, 10), ids)
+    assert_exact(sliced, logits)
+    assert gradients_distance(found, gradients) <= EXACT
+    assert {*fired.values()} == {1} and fired.keys() == gradients.keys()
+    assert {*seen} == {(1, 7), (1, 10)} and len(seen) in {None: (8,), False: (11, 12), True: (12,)}[reentrant]
+
+
+@pytest.mark.own_dtypes
+def test_autocast():
+    model, ids = tiny_llama(None, seed=2), tokens(1, 37)
+
+    def run(autocast):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            logits = model(ids).logits
+        logits.float().square().mean().backward()
+        return logits.detach().float(), {n: p.grad.clone() for n, p in model.named_parameters()}
+
+    (exact, gradients), (rounded, of_rounded) = run(False), run(True)
+    ra.sliced_layers(model, 10)
+    sliced, found = run(True)
+    assert distance(sliced, exact) <= allowed(distance(rounded, exact), torch.bfloat16)
+    assert gradients_distance(found, gradients) <= allowed(gradients_distance(of_rounded, gradients), torch.bfloat16)
