@@ -50,13 +50,8 @@ OF_PASSES = {
     "runner": object(),
     "ring": ra.Ring.alone(kernel="math"),
 }
-BESIDE = {
-    "decides",
-    "kept",
-    "probes",
-    "layout",
-    "documents",
-}  # "decides" is made of the facts, and `Tokens` of the last two.
+#: "decides" is made of the facts, and `Tokens` of the last two.
+BESIDE = {"decides", "kept", "probes", "layout", "documents"}
 
 
 @pytest.fixture
@@ -76,24 +71,26 @@ def facts_of_call(monkeypatch, module, **arguments):
     return found[0]
 
 
+def facts(layer, now, tokens=None, *recorded):
+    call = (*ROWS.values(), None), tokens or Tokens(length=6), (0.0, None, None, None, {})
+    return facts_of(layer, *call, now, *recorded)
+
+
 def test_every_argument_of_a_layer_is_a_fact(layer, monkeypatch):
-    assert {*ARGUMENTS} == {*inspect.signature(ring_dilated_attention).parameters}, (
-        "give the new one another value here"
-    )
-    assert facts_of_call(monkeypatch, layer) == facts_of_call(monkeypatch, layer)
+    names = {*inspect.signature(ring_dilated_attention).parameters}
+    assert {*ARGUMENTS} == names, "give the new one another value here"
+    expected = facts_of_call(monkeypatch, layer)
+    assert facts_of_call(monkeypatch, layer) == expected
     for name, other in ARGUMENTS.items():
         module, arguments = (other, {}) if name == "module" else (layer, {name: other})
-        assert facts_of_call(monkeypatch, module, **arguments) != facts_of_call(monkeypatch, layer), name
+        assert facts_of_call(monkeypatch, module, **arguments) != expected, name
 
 
 def test_all_that_a_mask_says_is_a_fact(layer):
     assert {*OF_MASKS} == {field.name for field in dataclasses.fields(Tokens)}, "give the new one another value here"
-    now, settings = new_pass(layer), (0.0, None, None, None, {})
-    tokens = Tokens(length=6)
-    facts = facts_of(layer, (*ROWS.values(), None), tokens, settings, now)
+    now, tokens = new_pass(layer), Tokens(length=6)
     for name, other in OF_MASKS.items():
-        changed = dataclasses.replace(tokens, **{name: other})
-        assert facts_of(layer, (*ROWS.values(), None), changed, settings, now) != facts, name
+        assert facts(layer, now, dataclasses.replace(tokens, **{name: other})) != facts(layer, now, tokens), name
 
 
 class Recorded:
@@ -115,13 +112,12 @@ def test_whatever_the_checks_read_of_a_pass_is_a_fact(layer, monkeypatch):
     monkeypatch.setattr(attention, "forward_pass_of", lambda *_: Recorded(now, read))
     ring_dilated_attention(layer, **ROWS, attention_mask=None)
     assert read <= {*OF_PASSES} | BESIDE, "a fact of a pass: add it to LayerFacts, and here"
-    call = layer, (*ROWS.values(), None), Tokens(length=6), (0.0, None, None, None, {})
     for name, other in OF_PASSES.items():
-        assert facts_of(*call, dataclasses.replace(now, **{name: other})) != facts_of(*call, now), name
+        assert facts(layer, dataclasses.replace(now, **{name: other})) != facts(layer, now), name
 
 
 def test_gradients_and_graphs_are_facts(layer):
-    call = layer, (*ROWS.values(), None), Tokens(length=6), (0.0, None, None, None, {}), new_pass(layer)
+    now = new_pass(layer)
     with torch.no_grad():
-        found = [facts_of(*call, recorded) for recorded in (None, False, True)]
-    assert len({*found, facts_of(*call)}) == 4 and isinstance(found[0], LayerFacts)
+        found = [facts(layer, now, None, recorded) for recorded in (None, False, True)]
+    assert len({*found, facts(layer, now)}) == 4 and isinstance(found[0], LayerFacts)

@@ -1,6 +1,5 @@
 """Generation: the tokens of eager attention, each step a row of the oracle, and no key touched that no query sees."""
 
-import itertools
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,11 +22,6 @@ from tests.support.ranks import on_ranks
 from tests.support.tiny_models import VOCAB, tiny_model
 from tests.support.tolerance import EXACT
 
-PATTERNS = {
-    "exact": None,
-    "pyramid": ra.Pattern.pyramid(window=3, levels=3, ratio=2, sinks=2),
-    "longnet": ra.Pattern.longnet([4, 12, None], [1, 2, 4]),
-}
 #: Grouped heads, sliding layers, softcap, sinks with logits, latent attention, absolute positions from position_ids or mask.
 TYPES = ("llama", "mistral", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3", "gpt2", "opt")
 WAYS = {
@@ -67,34 +61,13 @@ def same(found, expected):
     return torch.equal(found.sequences, expected.sequences) and distance(found.logits, expected.logits) <= EXACT
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_tokens_of_eager(model_type, way):
     ids, mask = prompt()
     expected = generate(tiny_model(model_type, "eager"), ids, mask, **WAYS[way])
     assert same(generate(tiny_model(model_type, "ring_dilated"), ids, mask, **WAYS[way]), expected)
-
-
-@pytest.mark.parametrize("pattern", ["pyramid", "longnet"])
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "gemma2", "gpt_oss"])
-def test_steps_with_a_cache_are_those_of_the_whole_row(model_type, pattern):
-    """Prefill, then steps of several and of one token: the logits of one pass over the whole sequence."""
-    model = ra.patch_model(tiny_model(model_type, "eager"), PATTERNS[pattern])
-    ids, mask = prompt()
-    positions = (mask.cumsum(-1) - 1).clamp_min(0)
-    with torch.no_grad():
-        expected = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
-        cache, found = DynamicCache(config=model.config), []
-        for start, stop in itertools.pairwise((0, 7, 12, *range(13, PROMPT + 1))):
-            logits = model(
-                ids[:, start:stop],
-                attention_mask=mask[:, :stop],
-                position_ids=positions[:, start:stop],
-                **cache_argument(cache),
-            ).logits
-            found.append(logits)
-    assert distance(torch.cat(found, 1)[mask.bool()], expected[mask.bool()]) <= EXACT
 
 
 def test_a_step_is_a_row_of_the_oracle(rng):
@@ -139,7 +112,7 @@ def test_a_step_touches_only_visible_keys(monkeypatch):
 
 def test_a_sliding_cache_with_a_pattern_that_reaches_further():
     model = ra.patch_model(tiny_model("mistral", "eager"))
-    ra.patch_config(model.config, PATTERNS["pyramid"], layers=[1])
+    ra.patch_config(model.config, "pyramid:3,3,2,2", layers=[1])
     ids, mask = prompt(padded=False)
     said = r"MistralAttention: layer 1 .*keeps only .* 6 tokens: .*DynamicCache\(\)"
     dropping = cache_argument(DynamicCache(config=model.config))
@@ -161,72 +134,29 @@ def test_what_steps_refuse():
 # ---- on a ring
 
 
-#: The pattern, the way and whether the document is padded, by the layout of a ring.
-CASES = {
-    "contiguous": (("exact", "greedy", False), ("pyramid", "greedy", True), ("longnet", "beams", False)),
-    "zigzag": (("exact", "beams", True), ("pyramid", "sampling", False), ("longnet", "sampling", True)),
-}
+def test_wrong_calls_of_a_sharded_cache_are_refused_on_every_rank():
+    ids, question = tokens(PROMPT, batch=3), tokens(4, batch=3, seed=2)
 
+    def work(ring, model):
+        cache = ra.prefill(model, ids)
+        of_cache, short = cache_argument(cache), {"attention_mask": torch.ones_like(question)}
+        for message, call, *arguments, settings in (
+            ("disagree on input_ids", model, question + (ring.rank == 1), of_cache),
+            ("disagree on input_ids", ra.prefill, model, ids + ring.rank, {}),
+            (r"input_ids must be \[batch, tokens\], like the mask, got \(17,\)", ra.prefill, model, ids[0], {}),
+            ("crop takes minus the number of tokens to remove", cache.crop, 1, {}),
+            (
+                r"the cache holds 17 tokens, .*torch\.cat\(\[document, question\], 1\)",
+                greedy,
+                model,
+                question,
+                of_cache,
+            ),
+            (r"expected an attention_mask \[3, 21\], got \(3, 4\)", model, question, short | of_cache),
+        ):
+            refused(message, call, *arguments, **settings)
 
-def question():
-    return torch.randint(3, VOCAB, (3, 4), generator=torch.Generator().manual_seed(2))
-
-
-def document_and_question(padded):
-    """The tokens and the mask of both, and the mask of the document or None."""
-    ids, mask = prompt(padded)
-    return torch.cat([ids, question()], 1), torch.nn.functional.pad(mask, (0, 4), value=1), mask if padded else None
-
-
-def differing_from_one_device(rank, model_type, layout, answers, transport):
-    """The cases in which a ring generates something else."""
-    wrong = []
-    for (pattern, way, padded), expected in zip(CASES[layout], answers):
-        whole, rows, mask = document_and_question(padded)
-        ring = ra.Ring(layout=layout, transport=transport)
-        model = ra.patch_model(tiny_model(model_type, "eager"), PATTERNS[pattern], ring=ring)
-        cache = ra.prefill(model, whole[:, :PROMPT], mask)
-        if way == "beams":
-            cache.batch_repeat_interleave(3)
-        for asked in ("", "again") if way == "greedy" else ("",):
-            if not same(generate(model, whole, rows, **cache_argument(cache), **WAYS[way]), expected):
-                wrong.append((pattern, way, padded, asked))
-            if way == "greedy":  # The same question is asked once more.
-                cache.crop(PROMPT - cache.get_seq_length())
-    return wrong
-
-
-@pytest.mark.drawn(6)
-@pytest.mark.parametrize(("world_size", "transport"), [(2, "heads"), (3, "auto")])
-@pytest.mark.parametrize("model_type", TYPES)
-def test_sharded_keys(ranks, model_type, world_size, transport):
-    """Documents prefilled over a ring, then questions: the tokens of one device, in every layout, pattern and way."""
-    layout, answers = [*CASES][(TYPES.index(model_type) + world_size) % 2], []  # The rings exchange their layouts.
-    for pattern, way, padded in CASES[layout]:
-        whole, rows, _ = document_and_question(padded)
-        model = ra.patch_model(tiny_model(model_type, "eager"), PATTERNS[pattern])
-        answers.append(generate(model, whole, rows, **WAYS[way]))
-    for wrong in ranks.run(differing_from_one_device, world_size, model_type, layout, answers, transport):
-        assert wrong == []
-
-
-def wrong_calls(rank):
-    """Checks the errors of calls that a sharded cache cannot serve."""
-    ids, _ = prompt()
-    model = ra.patch_model(tiny_model("llama", "eager"), ring=ra.Ring(layout="zigzag"))
-    cache = ra.prefill(model, ids)
-    for call, message in (
-        (lambda: model(question() + (rank == 1), **cache_argument(cache)), "disagree on input_ids"),
-        (lambda: ra.prefill(model, ids + rank), "disagree on input_ids"),
-        (lambda: ra.prefill(model, ids[0]), r"input_ids must be \[batch, tokens\], like the mask, got \(17,\)"),
-        (lambda: cache.crop(1), "crop takes minus the number of tokens to remove"),
-    ):
-        refused(message, call)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_wrong_calls_of_a_sharded_cache_are_refused_on_every_rank(ranks, world_size):
-    ranks.run(wrong_calls, world_size)
+    on_ranks(work, llama, layout="zigzag")
 
 
 @pytest.mark.parametrize("model_type", ["gemma3n_text", "roberta", "whisper"])
@@ -243,9 +173,8 @@ def test_sharded_keys_of_odd_types(model_type):
             cache = ra.prefill(model, ids, mask)
             assert model.training and not model.base_model.training
             model.eval()
-            for _ in range(2):
-                assert same(generate(model, whole, rows, **cache_argument(cache), do_sample=False), expected)
-                cache.crop(PROMPT - cache.get_seq_length())
+            assert same(generate(model, whole, rows, **cache_argument(cache), do_sample=False), expected)
+            cache.crop(PROMPT - cache.get_seq_length())
         if model_type == "whisper":
             said = "takes no position_ids, so its generate would number padded rows differently"
             refused(said, ra.prefill, model, ids, prompt()[1])
@@ -287,25 +216,6 @@ def test_a_checksum_is_of_the_content_and_not_of_its_place_in_memory(dtype):
         assert digest(view) != digest(1 - view.long())
 
 
-def test_a_question_without_its_document_is_refused():
-    document, question = tokens(17), tokens(4, seed=2)
-
-    def work(ring, model):
-        cache = ra.prefill(model, document)
-        said = r"the cache holds 17 tokens, .*torch\.cat\(\[document, question\], 1\)"
-        refused(said, greedy, model, question, **cache_argument(cache))
-        mask = torch.ones_like(question)
-        refused(
-            r"expected an attention_mask \[1, 21\], got \(1, 4\)",
-            model,
-            question,
-            attention_mask=mask,
-            **cache_argument(cache),
-        )
-
-    on_ranks(work, llama)
-
-
 def test_a_generation_that_gives_up_its_cache_goes_on_with_whole_rows():
     document, question = tokens(15), tokens(3, seed=2)
     whole = torch.cat([document, question], 1)
@@ -323,43 +233,40 @@ def test_a_generation_that_gives_up_its_cache_goes_on_with_whole_rows():
 
 
 def test_strided_tokens_are_prefilled_and_stepped():
-    wide, question = tokens(34), tokens(4, seed=2)
-    document, chunks = wide[:, ::2], {"prefill_chunk_size": 2}
-    row = torch.cat([document, question], 1)
-    eager = tiny_model("llama", "eager")
-    expected = greedy(eager, row)
+    document, ways = tokens(34)[:, ::2], [{}]
+    row = torch.cat([document, tokens(4, seed=2)], 1)
+    expected, chunks = greedy(llama(), row), {"prefill_chunk_size": 2}
+    cache = cache_argument(cache_in(llama()(document, use_cache=True)))
     # Transformers did not always give chunks after a cache the mask of all tokens.
-    chunked = greedy(eager, row, **cache_argument(cache_in(eager(document, use_cache=True))), **chunks)
+    ways += [chunks] if torch.equal(greedy(llama(), row, **cache, **chunks), expected) else []
 
-    for options in ({}, chunks)[: 2 if torch.equal(chunked, expected) else 1]:
+    def work(ring, model):
+        return [greedy(model, row, **cache_argument(ra.prefill(model, document)), **way) for way in ways]
 
-        def work(ring, model, options=options):
-            return greedy(model, row, **cache_argument(ra.prefill(model, document)), **options)
-
-        assert_on_ranks(work, llama, expected)
+    assert_on_ranks(work, llama, [expected] * len(ways))
 
 
-@pytest.mark.parametrize("pattern", ["exact", "window:6+2"])
-def test_generation_over_a_ring(pattern):
+def test_generation_over_a_ring():
     """Without a cache each step computes the whole row again, and the ranks share it; with one, every rank computes all."""
     ids, mask = prompt()
-    expected = generate(ra.patch_model(llama(), pattern), ids, mask, do_sample=False)
+    expected = generate(ra.patch_model(llama(), "window:6+2"), ids, mask, do_sample=False)
 
     def work(ring, model):
         assert cache_in(model(ids)) is None, "a refusal that names the remedy"
         return [generate(model, ids, mask, do_sample=False, **way) for way in ({"use_cache": False}, {})]
 
-    assert_on_ranks(work, lambda: ra.patch_model(llama(), pattern), [expected, expected])
+    assert_on_ranks(work, lambda: ra.patch_model(llama(), "window:6+2"), [expected, expected])
 
 
 @pytest.mark.parametrize(
-    "told", [{"seq_idx": torch.zeros(3, PROMPT).int()}, {"cu_seq_lens_q": torch.tensor([0, PROMPT])}]
+    ("told", "packed"),
+    [
+        ({"seq_idx": torch.zeros(1, PROMPT).int()}, {"seq_idx": torch.arange(PROMPT).ge(4).int()[None]}),
+        ({"cu_seq_lens_q": torch.tensor([0, PROMPT])}, {"cu_seq_lens_q": torch.tensor([0, 4, PROMPT])}),
+    ],
 )
-def test_a_collator_that_describes_one_document_a_row(told):
+def test_a_collator_that_describes_one_document_a_row(told, packed):
     """Only rows of several documents have no cache."""
-    (ids, _), model = prompt(padded=False), ra.patch_model(llama())
-    ids = ids[: 1 if "cu_seq_lens_q" in told else None]
+    ids, model = prompt()[0][:1], ra.patch_model(llama())
     assert torch.equal(greedy(model, ids, **told), greedy(llama(), ids))
-    packed = {"seq_idx": torch.arange(PROMPT).ge(4).int().expand(3, -1), "cu_seq_lens_q": torch.tensor([0, 4, PROMPT])}
-    said = r"seq_idx or the mask\) have no cache: pass use_cache=False"
-    refused(said, greedy, model, ids, **{name: packed[name] for name in told})
+    refused(r"seq_idx or the mask\) have no cache: pass use_cache=False", greedy, model, ids, **packed)

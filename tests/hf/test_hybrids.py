@@ -12,60 +12,48 @@ import hf_ring_attention as ra
 from hf_ring_attention.hf.model.config import warn_once
 from hf_ring_attention.hf.model.types import MIXERS
 from hf_ring_attention.hf.model.wrappers import cache_argument, cache_in
-from hf_ring_attention.hf.rows.documents import rows_of_call
 from hf_ring_attention.hybrids import mixers, states
 from hf_ring_attention.hybrids.models import mixers_of
 
-from ..support.probe import BATCHES, TOKENS, alone, batch, distance, errors, over_ring
+from ..support.neighbours import check
+from ..support.probe import TOKENS, alone, batch, distance, errors, over_ring
 from ..support.ranks import on_ranks
 from ..support.tiny_models import tiny_model
-from ..support.tolerance import EXACT, largest
-from .alike import assert_on_ranks, refused
+from ..support.tolerance import EXACT
+from .alike import assert_alike, assert_on_ranks, refused
 
 TYPES = [name for name in MIXERS if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
 #: One of each kind of state: a convolution, a delta rule with one decay a head and with one a channel, Mamba 2, Mamba; and one
 #: whose rows are gathered.
 KINDS = ["lfm2", "qwen3_next", "kimi_linear", "bamba", "jamba", "minimax"]
-#: All types; those beside `KINDS` take minutes.
-ALL_TYPES = [name if name in KINDS else pytest.param(name, marks=pytest.mark.slow) for name in TYPES]
 
 
 def make(model_type):
     return partial(tiny_model, model_type, "eager")
 
 
-def errors_over_rings(model_type, kind, expected, world_size, change=lambda model: model, **settings):
-    """The errors of logits and of gradients on each rank."""
-    return on_ranks(
-        lambda ring, model: errors(over_ring(model, ring, *batch(kind)), expected),
-        lambda: change(tiny_model(model_type, "eager")),
-        world_size,
-        **settings,
-    )
-
-
 @pytest.mark.drawn
-@pytest.mark.parametrize("model_type", ALL_TYPES)
-def test_states_pass_along_rings(model_type):
+@pytest.mark.parametrize(("kind", "world_size", "layout"), [("left", 3, "zigzag"), ("packed", 8, "contiguous")])
+@pytest.mark.parametrize("model_type", KINDS)
+def test_states_pass_along_rings(model_type, kind, world_size, layout):
     """Eight ranks have two or three tokens each, fewer than a convolution reaches back."""
-    eager = tiny_model(model_type, "eager")
-    for number, kind in enumerate(BATCHES):
-        expected = alone(eager, *batch(kind))
-        world_size, layout = (3, 8)[number % 2], ("zigzag", "contiguous")[number // 2]
-        found = errors_over_rings(model_type, kind, expected, world_size, layout=layout)
-        assert largest(map(max, found)) <= EXACT, (world_size, kind, layout)
+    rows = batch(kind)
+    expected = alone(tiny_model(model_type, "eager"), *rows)
+    for found in on_ranks(
+        lambda ring, model: over_ring(model, ring, *rows), make(model_type), world_size, layout=layout
+    ):
+        check(found, expected)
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_float32_over_a_ring_is_as_near_as_on_one_process(model_type):
     """To float64: the recurrences of some models lose two more digits than 1e-5 leaves, on one process as well."""
-    eager = tiny_model(model_type, "eager").float()
-    exact = copy.deepcopy(eager).double()
-    expected, found = (alone(model, *batch("packed")) for model in (exact, eager))
+    rows, eager = batch("packed"), tiny_model(model_type, "eager").float()
+    expected, found = alone(copy.deepcopy(eager).double(), *rows), alone(eager, *rows)
     bounds = [max(1e-5, 8 * error) for error in errors(found, expected)]
-    for of_rank in errors_over_rings(model_type, "packed", expected, 2, change=torch.nn.Module.float):
-        assert all(error <= bound for error, bound in zip(of_rank, bounds)), (of_rank, bounds)
+    for found in on_ranks(lambda ring, model: over_ring(model, ring, *rows), lambda: copy.deepcopy(eager)):
+        check(found, expected, bounds)
 
 
 @pytest.mark.parametrize("model_type", KINDS)
@@ -93,12 +81,11 @@ def test_which_states_pass_and_which_rows_are_gathered():
     assert all(len(answers) == 1 for answers in passed.values())
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_next", "jamba"])
-def test_nothing_of_transformers_is_overwritten(model_type):
-    (_, mixer), *_ = mixers_of(model := tiny_model(model_type, "eager"), model.config)
+def test_nothing_of_transformers_is_overwritten():
+    (_, mixer), *_ = mixers_of(model := tiny_model("jamba", "eager"), model.config)
     module = sys.modules[type(mixer).__module__]
     before = {**vars(module)}, {**vars(type(mixer))}
-    on_ranks(lambda ring, model: over_ring(model, ring, *batch("packed")), make(model_type))
+    on_ranks(lambda ring, model: over_ring(model, ring, *batch("packed")), make("jamba"))
     assert before == ({**vars(module)}, {**vars(type(mixer))})
 
 
@@ -149,46 +136,21 @@ def test_mixers_of_another_release_are_refused(monkeypatch):
     refused(said, ra.patch_model, model, error=NotImplementedError)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_next", "lfm2"])
-def test_layouts_that_know_the_documents(model_type):
-    """Documents that are whole on a rank, cut ones, and padding."""
-    eager, (inputs, labels) = tiny_model(model_type, "eager"), batch("packed")
-    expected = alone(eager, inputs, labels)
-    documents = rows_of_call(eager, labels, {"position_ids": inputs["position_ids"]}).documents
-
-    def work(ring, model):
-        assert ring.layout_for(TOKENS, ra.Pattern.exact(), documents).rows, "the layout knows no documents"
-        return max(errors(over_ring(model, ring, inputs, labels), expected))
-
-    assert largest(on_ranks(work, make(model_type), 3, layout="documents")) <= EXACT
-
-
-@pytest.mark.parametrize("model_type", ["jamba", "minimax"])
-def test_layers_that_recompute_find_their_documents(model_type):
-    """On one device and over a ring; the forward pass is over by then, and two passes come before their backward."""
-    eager = tiny_model(model_type, "eager")
-    cases = [batch("packed"), batch("left")]
-    expected = [alone(eager, *case) for case in cases]
-    gradients = {name: sum(answer.gradients[name] for answer in expected) for name in expected[0].gradients}
-
-    def both(ring, model):
-        model.train()
-        model.activation_checkpointing_enable({"use_reentrant": False})
-        model.zero_grad()
-        losses = []
-        for inputs, labels in cases:
-            logits = model(**inputs, use_cache=False).logits
-            rows, targets = logits.flatten(0, 1), labels.flatten()
-            losses.append(torch.nn.functional.cross_entropy(rows, targets, reduction="sum", ignore_index=-100))
-        sum(losses).backward()
-        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        return {name: sum(ring.gather(x)) / ring.world_size for name, x in found.items()}
-
-    for ranks in (1, 2):
-        assert_on_ranks(both, make(model_type), gradients, ranks)
+def test_layers_that_recompute_find_their_documents():
+    """The forward pass is over by then, and two passes come before their backward; on rings see tests/hf/test_pairs.py."""
+    eager, patched = tiny_model("jamba", "eager"), ra.patch_model(tiny_model("jamba", "eager")).train()
+    patched.activation_checkpointing_enable({"use_reentrant": False})
+    expected, losses = {}, []
+    for inputs, labels in (batch("packed"), batch("left")):
+        for name, x in alone(eager, inputs, labels).gradients.items():
+            expected[name] = expected.get(name, 0) + x
+        logits = patched(**inputs, use_cache=False).logits[labels != -100]
+        losses.append(torch.nn.functional.cross_entropy(logits, labels[labels != -100], reduction="sum"))
+    sum(losses).backward()
+    assert_alike({name: x.grad for name, x in patched.named_parameters() if x.grad is not None}, expected)
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_generation_goes_on_from_the_states(model_type):
     """Padded rows generate as each row does by itself: in one batch, after one or two sharded prefills, or behind padding."""
@@ -226,24 +188,17 @@ def test_generation_goes_on_from_the_states(model_type):
     assert_on_ranks(work, make(model_type), [expected] * 3)
 
 
-@pytest.mark.parametrize("model_type", ["recurrent_gemma", "lfm2", "jamba"])
-def test_generation_in_training_mode_goes_on_from_the_states(model_type):
-    """As Transformers' does: whoever forgets `model.eval()` gets the same tokens."""
-    eager, model = (tiny_model(model_type, name).train() for name in ("eager", "ring_dilated"))
-    row = torch.arange(3, 17)[None]
-    generated = [x.generate(row, max_new_tokens=5, min_new_tokens=5, do_sample=False) for x in (eager, model)]
-    assert torch.equal(*generated)
-
-
-@pytest.mark.parametrize("model_type", ["granitemoehybrid", "jamba"])
-def test_a_static_cache_whose_masks_are_made_before_the_call(model_type):
-    ids, mask = batch("plain")[0]["input_ids"], batch("left")[0]["attention_mask"]
-    how = {"do_sample": False, "max_new_tokens": 4, "min_new_tokens": 4, "cache_implementation": "static"}
+@pytest.mark.parametrize(("model_type", "train"), [("recurrent_gemma", True), ("lfm2", True), ("jamba", False)])
+def test_generation_in_other_ways_goes_on_from_the_states(model_type, train):
+    """In training mode, as if `model.eval()` was forgotten; and with a static cache, whose masks are made before the call."""
+    row, mask = batch("plain")[0]["input_ids"], batch("plain" if train else "left")[0].get("attention_mask")
+    ways = {"do_sample": False, "max_new_tokens": 4, "min_new_tokens": 4, "attention_mask": mask}
+    ways |= {} if train else {"cache_implementation": "static"}
     models = tiny_model(model_type, "eager"), ra.patch_model(tiny_model(model_type, "eager"))
-    assert torch.equal(*(model.generate(ids, attention_mask=mask, **how) for model in models))
+    assert torch.equal(*(model.train(train).generate(row, **ways) for model in models))
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(20)
 @pytest.mark.parametrize("kind", ["left", "right", "packed"])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_the_default_cache_of_a_forward_pass_keeps_documents_apart(model_type, kind):
@@ -254,29 +209,26 @@ def test_the_default_cache_of_a_forward_pass_keeps_documents_apart(model_type, k
     logits = patched(**inputs).logits[labels != -100]
     torch.nn.functional.cross_entropy(logits, labels[labels != -100], reduction="sum").backward()
     found = logits.detach(), {name: x.grad for name, x in patched.named_parameters() if x.grad is not None}
-    assert largest(errors(found, expected)) <= EXACT
+    check(found, expected)
 
 
-@pytest.mark.parametrize("model_type", ["lfm2", "jamba", "minimax"])
-def test_beams_over_a_sharded_cache(model_type):
-    """Twice from one cache, and of two rows: the tokens of one device."""
+def test_beams_over_a_sharded_cache():
+    """And of one of its rows: the tokens of one device."""
     row, kept = batch("plain")[0]["input_ids"], TOKENS - 4
     settings = {"num_beams": 3, "do_sample": False, "max_new_tokens": 4, "min_new_tokens": 4, "pad_token_id": 0}
-    expected = tiny_model(model_type, "eager").generate(row, **settings)
+    expected = tiny_model("jamba", "eager").generate(row, **settings)
 
     def work(ring, model):
         cache = ra.prefill(model, row[:, :kept])
         said = r"holds 2 batch rows, and 6 came: .* cache\.batch_repeat_interleave"
         refused(said, model.generate, row, **cache_argument(cache), **settings)
         cache.batch_repeat_interleave(3)
-        answers = []
-        for _ in range(2):
-            answers.append(model.generate(row, **cache_argument(cache), **settings))
-            cache.crop(kept - cache.get_seq_length())
+        answer = model.generate(row, **cache_argument(cache), **settings)
+        cache.crop(kept - cache.get_seq_length())
         cache.batch_select_indices(torch.tensor([3, 4, 5]))
-        return [*answers, model.generate(row[1:], **cache_argument(cache), **settings)]
+        return answer, model.generate(row[1:], **cache_argument(cache), **settings)
 
-    assert_on_ranks(work, make(model_type), [expected, expected, expected[1:]])
+    assert_on_ranks(work, make("jamba"), (expected, expected[1:]))
 
 
 def test_packed_rows_with_a_cache_go_on_from_their_last_documents():
@@ -284,11 +236,11 @@ def test_packed_rows_with_a_cache_go_on_from_their_last_documents():
     inputs, _ = batch("packed")
     out = patched(**inputs, use_cache=True)
     alone_ = eager(inputs["input_ids"][:, 16:], use_cache=True)
-    assert torch.allclose(out.logits[:, 16:], alone_.logits, rtol=EXACT, atol=EXACT)
+    assert_alike(out.logits[:, 16:], alone_.logits)
     for layer, of_alone in zip(cache_in(out).layers, cache_in(alone_).layers):
         if hasattr(layer, "recurrent_states"):
-            assert torch.allclose(layer.recurrent_states[0], of_alone.recurrent_states[0], rtol=1e-9, atol=1e-9)
-            assert torch.allclose(layer.conv_states[0], of_alone.conv_states[0], rtol=1e-9, atol=1e-9)
+            assert_alike(layer.recurrent_states[0], of_alone.recurrent_states[0])
+            assert_alike(layer.conv_states[0], of_alone.conv_states[0])
 
 
 def test_a_mixer_of_a_shard_is_not_run_by_itself():
