@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import LlamaForCausalLM
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.call import graph
@@ -350,3 +351,29 @@ def test_padding_inside_a_document_is_refused():
     call, rows = compiled(ra.patch_model(tiny_llama(PATTERN, num_hidden_layers=1)))[0], batch(32, "padded")
     rows["attention_mask"][0, 10] = 0
     refused("in one graph got padding inside a document", call, **rows, error=NotImplementedError)
+
+
+class Rolled(LlamaForCausalLM):
+    """A forward of the user's own, with two losses."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        output = super().forward(input_ids=input_ids, **kwargs)
+        losses = [self.loss_function(output.logits, x, self.config.vocab_size) for x in (labels, labels.roll(-1, 1))]
+        output.loss = losses[0] + 0.3 * losses[1]
+        return output
+
+
+def _with_own_forward(rank):
+    def make(ring=None):
+        model = tiny_llama(PATTERN, num_hidden_layers=1).double()
+        model.__class__ = Rolled
+        return ra.patch_model(model, ring=ring)
+
+    alone, model, rows = make(), make(ra.Ring()), batch(LENGTHS[1], "padded")
+    same(step(compiled(model)[0], model, rows), step(alone, alone, rows))
+
+
+@pytest.mark.slow
+def test_a_forward_of_the_users_own_over_a_ring(ranks):
+    """It gets the hidden states of whole rows, and its labels as they are."""
+    ranks.run(_with_own_forward, 2)
