@@ -83,7 +83,7 @@ def pytest_collection_finish(session):
 
 @pytest.fixture(autouse=True)
 def fresh_inputs(request):
-    """Seeds the generators for each test by its name, whatever ran before it."""
+    """Seeds the generators for each test by its name, so that no earlier test matters."""
     generator = random.Random(f"{request.config.option.seed} {request.node.nodeid}")
     random.seed(generator.random())
     np.random.seed(generator.randrange(2**32))  # noqa: NPY002

@@ -1,4 +1,4 @@
-"""The lists of the fused kernels have each pair of a query and a key as often as the plan's tiles, whatever the settings."""
+"""The lists of the fused kernels have each pair of a query and a key as often as the plan's tiles, under all settings."""
 
 import itertools
 import random

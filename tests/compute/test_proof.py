@@ -252,7 +252,7 @@ def test_a_fault_is_logged_once(caplog):
 
 
 def test_only_the_chosen_kernel_is_proved_and_the_next_if_it_fails(cuda_facts, monkeypatch):
-    """Whatever the tiles are: kernels that could compute the call, too, are not compiled."""
+    """For all tiles: other kernels that could compute the call are not compiled."""
     proved = []
     monkeypatch.setattr(
         kernels, "fault_of", lambda kernel, *_: proved.append(kernel.name) or cuda_facts.get(kernel.name)

@@ -357,7 +357,7 @@ def test_the_longest_sequence_fits_and_a_little_more_does_not(transport):
     assert tokens == longest_sequence(answers[1])
     assert ra.estimate(config, tokens, **asked).fits
     assert not ra.estimate(config, tokens + 16, **asked).fits
-    # A collective holds the rows of all other ranks, whatever the ring.
+    # A collective holds the rows of all other ranks, in any ring.
     assert smallest_ring(answers[0]) == (None if transport == "collective" else (8, 8))
 
 

@@ -118,7 +118,7 @@ def test_calls_that_are_refused(changes, message):
 
 
 def test_logged_once(caplog):
-    """A choice is logged once a ring, whatever the number of calls."""
+    """A choice is logged once a ring, and not in each call."""
     with caplog.at_level("INFO", "hf_ring_attention"):
 
         def run(ring):

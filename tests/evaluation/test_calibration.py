@@ -369,7 +369,7 @@ def test_a_file_with_wrong_numbers_or_layers_or_no_calibration_is_refused(change
 
 
 def test_a_file_is_replaced_whole_or_left_alone(tmp_path):
-    """Whatever happens while it is written."""
+    """Also if writing it fails."""
 
     def fill_the_disk(part):
         part.write_text("ne")

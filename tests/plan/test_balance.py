@@ -1,4 +1,4 @@
-"""Layouts that know the documents: equal tokens, even work, few bytes, whatever is packed into the rows."""
+"""Layouts that know the documents: equal tokens, even work and few bytes for packed rows of all kinds."""
 
 import collections
 import itertools

@@ -1,4 +1,4 @@
-"""Planned calls are found by value: equal calls share a plan, and whatever decides a result makes another one."""
+"""Planned calls are found by value: equal calls share a plan, and all that decides a result makes another one."""
 
 import pytest
 import torch

@@ -100,7 +100,7 @@ def draw_cache_case(seed: int) -> CacheCase:
             steps.append((what, rng.randrange(2**31)))
     way = rng.choice([None, None, *WAYS])
     if way in ("look-up", "assisted"):
-        steps = []  # Transformers gives such ways all tokens again, whatever a cache holds.
+        steps = []  # Transformers gives such ways all tokens again, though a cache holds some.
     if hybrid and way in ("look-up", "assisted"):
         way = "greedy"
     case = CacheCase(

@@ -144,7 +144,7 @@ def expected_tokens(case, model, found):
     rows = []
     for row, start, _ in batch.spans():
         ids = tokens[row : row + 1, start:-1]
-        positions = torch.arange(ids.shape[1])[None]  # as `generate` numbers them, whatever the model
+        positions = torch.arange(ids.shape[1])[None]  # as `generate` numbers them for every model
         rows.append(model(ids, position_ids=positions, use_cache=False).logits[0, -new:])
     return Result([torch.stack(rows)], 0.0, {}, tokens)
 

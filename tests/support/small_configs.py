@@ -113,7 +113,7 @@ def model_with_large_weights(config: PretrainedConfig, attn_implementation: str)
             dtype=torch.get_default_dtype(),
             experts_implementation="eager",  # torch's grouped products of matrices take no float64
         )
-    model.to(torch.get_default_dtype())  # torch.FloatTensor is of float32 whatever is asked for
+    model.to(torch.get_default_dtype())  # torch.FloatTensor is of float32 in any case
     draw(model)
     return model.eval()
 
