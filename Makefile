@@ -64,7 +64,7 @@ test-newest:
 	@DS_BUILD_OPS=0 $(BIN_NEWEST)/python $(PIP) --upgrade --no-build-isolation --no-binary deepspeed deepspeed
 	$(BIN_NEWEST)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-# What takes minutes, and all cases of tests of which `make test` has one in four; then the tests of `make test`, with their files
+# What takes minutes, and all cases of tests of which `make test` has a share; then the tests of `make test`, with their files
 # in another order at each run: no test may need what another one leaves behind. ORDER=N repeats the order that is printed.
 ORDER ?= $(shell date +%s)
 test-slow: $(READY_TO_TEST)
