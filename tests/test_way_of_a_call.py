@@ -58,7 +58,7 @@ def test_a_layer():
     is_short(way_of(lambda: model(ids), "ring_dilated_attention", 2, "forward_masked"), files=10, calls=25)
 
 
-@pytest.mark.parametrize(("pattern", "calls"), [("exact", 625), ("window:16+4", 890)])
+@pytest.mark.parametrize(("pattern", "calls"), [("exact", 635), ("window:16+4", 900)])
 def test_a_model_over_a_ring(pattern, calls):
     """Four layers and a loss on a ring of 2, whose simulated communication is a part of the way."""
     whole = tiny_llama(None, num_hidden_layers=4)
@@ -77,8 +77,8 @@ def test_a_model_over_a_ring(pattern, calls):
     ("pattern", "make", "files", "calls"),
     [
         ("exact", lambda model: DynamicCache(), 34, 360),
-        ("exact", ra.PatternCache, 19, 217),
-        ("window:16+4", ra.PatternCache, 19, 217),
+        ("exact", ra.PatternCache, 19, 220),
+        ("window:16+4", ra.PatternCache, 19, 220),
     ],
 )
 def test_a_step_of_decoding(pattern, make, files, calls):

@@ -6,13 +6,10 @@ import dis
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
-
-def code_of(function: Any) -> CodeType | None:
-    """Returns the code of a function without its decorators; None for other callables."""
-    return getattr(inspect.unwrap(function), "__code__", None)
+from .private import code_of
 
 
 def names_in(function: Callable[..., Any]) -> tuple[str, ...]:

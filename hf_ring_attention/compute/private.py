@@ -13,7 +13,7 @@ from datetime import timedelta
 from functools import partial
 from importlib.metadata import version as installed_version
 from pkgutil import resolve_name
-from types import FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -85,8 +85,8 @@ PROBED: dict[str, dict[str, tuple[str, ...]]] = {
 
 def _has(place: Any, name: str) -> bool:
     """Returns whether an object has an attribute, or a function's code contains the name."""
-    if isinstance(place, FunctionType):
-        code = inspect.unwrap(place).__code__
+    code = code_of(place) if isinstance(place, FunctionType) else None
+    if code is not None:
         return name in (*code.co_names, *code.co_consts, *code.co_varnames)
     return hasattr(place, name)
 
@@ -106,6 +106,11 @@ def check(library: str, found: Mapping[str, Any] | None = None) -> None:
             f"hf_ring_attention uses {', '.join(missing)}, which {root} {installed_version(root)} does not have: install "
             f"a release that pyproject.toml of hf_ring_attention allows"
         )
+
+
+def code_of(function: Any) -> CodeType | None:
+    """Returns the code of a function without its decorators; None for other callables."""
+    return getattr(inspect.unwrap(function), "__code__", None)
 
 
 def version_of(x: Tensor) -> int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, repeat
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
@@ -42,24 +42,19 @@ class SimulatedCommunicator:
         for box in self.boxes:
             box.put((self.rank, _Gone(reason)))
 
-    def _arrivals(self, sources: Iterable[int]) -> dict[int, Any]:
-        """Returns the next message of each source."""
-        left, came = [*sources], {}
-        while left:
-            source = next(filter(self.early.get, left), None)
-            if source is None:
-                try:
-                    sender, content = self.boxes[self.rank].get(timeout=self.timeout)
-                except Empty:
-                    error = f"receiving from rank {left[0]} did not end: nothing came in {self.timeout} s"
-                    raise RuntimeError(error) from None
-                self.early[sender].append(content)
-                continue
-            if isinstance(self.early[source][0], _Gone):
-                raise RuntimeError(f"receiving from rank {source} did not end: {self.early[source][0].reason}")
-            left.remove(source)
-            came[source] = self.early[source].popleft()
-        return came
+    def _next(self, left: list[int]) -> tuple[int, Any]:
+        """Waits for a message of one of the ranks in `left`, and returns it with its rank, which is taken from the list."""
+        while (source := next(filter(self.early.get, left), None)) is None:
+            try:
+                sender, content = self.boxes[self.rank].get(timeout=self.timeout)
+            except Empty:
+                error = f"receiving from rank {left[0]} did not end: nothing came in {self.timeout} s"
+                raise RuntimeError(error) from None
+            self.early[sender].append(content)
+        if isinstance(self.early[source][0], _Gone):
+            raise RuntimeError(f"receiving from rank {source} did not end: {self.early[source][0].reason}")
+        left.remove(source)
+        return source, self.early[source].popleft()
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Wait:
         for peer, tensor in sends:
@@ -68,8 +63,10 @@ class SimulatedCommunicator:
 
         def finish() -> None:
             tensors = {peer: tensor for peer, tensor in receives if len(tensor)}
-            for peer, content in self._arrivals(tensors).items():
-                tensors[peer].copy_(content)
+            left = [*tensors]
+            while left:
+                peer, content = self._next(left)
+                tensors[peer].copy_(content)  # at once: an error names the ranks that have not come
 
         return finish
 
@@ -80,7 +77,8 @@ class SimulatedCommunicator:
     def _from_all(self, x: Any) -> list[Any]:
         for box in self.boxes:
             box.put((self.rank, x))
-        came = self._arrivals(range(self.world_size))
+        left = [*range(self.world_size)]
+        came = dict(map(self._next, repeat(left, len(left))))
         return [came[peer] for peer in range(self.world_size)]
 
     def gather(self, x: Tensor) -> list[Tensor]:
