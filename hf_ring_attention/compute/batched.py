@@ -50,9 +50,7 @@ class BoundBatch:
         size = min(max_rows // (rows + key_rows), PADDED_ROWS * max_rows // padded)
         size = max(1, min(size, MOST_TILES // tiles))
         few = size >= units and units * (rows + key_rows) <= PART_ROWS  # They keep their numbers for the next call.
-        if (
-            few or self.lengths is not None or self.queries.kept is not None
-        ):  # Joined tiles are few (`Joining.most_rows`).
+        if few or self.lengths is not None or self.queries.kept is not None:  # Joined: `Joining.most_rows` bounds them.
             return [self]
         parts = zip(self.queries.split(size), self.keys.split(size))
         return [replace(self, queries=queries, keys=keys) for queries, keys in parts]

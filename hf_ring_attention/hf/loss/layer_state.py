@@ -16,7 +16,7 @@ from ...compute.private import tree_flatten, version_of
 #: The beginnings of the names of attributes in which ZeRO-3 counts passes.
 _OF_ZERO = ("ds_", "applied_pre_backward", "pre_bwd", "post_bwd")
 
-#: The numbers in a sum that is kept of a tensor; and one number in as many is kept too.
+#: Numbers in each sum that is kept of a tensor; one number in about as many is kept, too.
 _SUMMED = 256
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
