@@ -42,7 +42,7 @@ LONGEST = 400  # lines
 #: activations that are measured, since formulas missed up to 43 % of those of some types. Second answers took 1,310 away:
 #: planning ahead, `check` in seven files, spellings of 0.2, branches of last queries, a second cache. Nineteen long functions
 #: became thirty-eight, and code of others is read in one file, which took 160.
-MOST_LINES = 24_240
+MOST_LINES = 24_245
 
 #: Every .py file, by its module name inside the package.
 SOURCES = {

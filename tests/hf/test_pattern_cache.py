@@ -235,6 +235,16 @@ def test_recording_ends_at_the_next_crop():
     assert not cache.recording and cache.num_rows == 6 and cache.nbytes == nbytes
 
 
+def test_rows_of_a_hybrid_that_begin_with_padding_one_token_at_a_time_are_refused():
+    """Transformers masks nothing in calls of one token, so the padding would enter the states."""
+    model, ids, mask = ra.patch_model(tiny_model("jamba", "eager")), ids_of(2, 6), torch.ones(2, 6, dtype=torch.int64)
+    mask[1, :3] = 0
+    said = "rows that begin with padding came one token at a time"
+    refused(said, ra.prefill, model, ids[:, :1], mask[:, :1])
+    refused(said, model.generate, ids, attention_mask=mask, prefill_chunk_size=1, max_new_tokens=2)
+    ra.prefill(model, ids[:, :2], mask[:, :2])
+
+
 @pytest.mark.parametrize("model_type", ["jamba", "lfm2"])
 def test_cropping_of_hybrids(model_type):
     """Recurrent states are kept where recording begins; convolutions are recorded."""

@@ -140,7 +140,17 @@ class Case:
             # A cache whose keys are rotated as in shorter rows, or that has dropped keys that a pattern sees.
             or ("rope_parameters" in self.changes and self.prefilled)
             or (self.task == "generate" and bool(self.patterns) and windows)
+            or (self.model_type in MIXERS and self.begins_with_one_padded_token)
         )
+
+    @property
+    def begins_with_one_padded_token(self) -> bool:
+        """Whether a cache is filled one token at a time, and a row begins with padding."""
+        mask = self.batches[0].inputs.get("attention_mask")
+        if self.task != "generate" or mask is None:
+            return False
+        first = self.before_question if self.prefilled else self.generated[2].get("prefill_chunk_size")
+        return first == 1 and not bool(mask[:, 0].all())
 
     @property
     def before_question(self) -> int:

@@ -214,6 +214,11 @@ class PatternCache(Cache):
             raise ValueError(
                 f"{name}: the attention_mask hides other tokens than before: pass one mask that only grows"
             )
+        if n == 1 and self._state_layers and not valid.any(1).all():
+            raise ValueError(
+                f"{name}: rows that begin with padding came one token at a time, which recurrent layers do not mask: pass more "
+                f"tokens at once"
+            )
         return None if valid.all() else valid
 
     def layer_of(self, module: nn.Module, key: Tensor, value: Tensor) -> PatternLayer:
