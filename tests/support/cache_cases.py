@@ -7,6 +7,7 @@ equal those of the same calls with a whole cache.
 """
 
 import copy
+import math
 import random
 from dataclasses import dataclass, replace
 from unittest import mock
@@ -140,8 +141,11 @@ class Run:
         self.ids = torch.empty(case.batch, 0, dtype=torch.int64)
         self.mask, self.logits, self.last = self.ids, [], 0
         self.recorded = None  # since which length
+        self.recorded_calls = math.inf  # how many more calls are recorded
 
     def piece(self, n):
+        self.recorded_calls -= 1
+        self.recorded = None if self.recorded_calls < 0 else self.recorded
         rows = len(self.ids)
         ids, mask = torch.randint(3, VOCAB, (rows, n), generator=self.generator), torch.ones(rows, n, dtype=torch.int64)
         pads, at = torch.randint(0, n, (rows, 1), generator=self.generator), torch.arange(n)
@@ -169,7 +173,9 @@ class Run:
         if what == "record":
             # A whole cache needs no recording.
             getattr(self.cache, "activate_past_recording", lambda: None)()
-            self.recorded = self.ids.shape[1] if self.recorded is None else self.recorded
+            begins = self.recorded is None or self.recorded_calls < math.inf
+            self.recorded = self.ids.shape[1] if begins else self.recorded
+            self.recorded_calls = math.inf
             return
         if what in ("crop", "restrict"):
             most = self.last if self.recorded is None else self.ids.shape[1] - self.recorded
@@ -178,7 +184,8 @@ class Run:
                 self.cache.crop(-count)
                 length = self.ids.shape[1] - count
                 self.ids, self.mask = self.ids[:, :length], self.mask[:, :length]
-                self.recorded = None if self.recorded is None else length
+                if self.recorded is not None:
+                    self.recorded, self.recorded_calls = length, 1
                 self.last = 0
             return
         chosen = [rng.randrange(rows) for _ in range(rows)]

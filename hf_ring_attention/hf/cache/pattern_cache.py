@@ -296,7 +296,7 @@ class PatternCache(Cache):
         return None if has_rows else f"rows that {length} tokens see were dropped"
 
     def activate_past_recording(self) -> None:
-        """Keeps all later rows until the next `crop`, which then may remove any of them."""
+        """Keeps all later rows until the call behind the next `crop`, which may remove any of them."""
         if self._last_recorded is not None or not self.recording:
             self._end_recording()
             self._floor = self._seen
