@@ -76,6 +76,7 @@ class ForwardPass:
     rows: WholeRows | None = None  # None in a step of generation
     kept: Any = None  # the `PatternCache` of the call; None for other caches
     skipped: tuple[int, ...] = ()  # by layer, as `tokens_skipped` returns it
+    ring_cache: Any = None  # the `RingCache` of the call; None for models whose layers attend by ring_dilated
     whole: bool = False  # whether every rank computes whole rows by itself, because the call has a whole cache
     cacheless: bool = False  # whether the caller asked for no cache
     probes: bool = False  # whether layers leave attention out, for `hf/call/probe.py`

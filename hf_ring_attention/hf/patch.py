@@ -41,7 +41,7 @@ from .model.config import (
     warn_of_unused_pattern,
     warn_once,
 )
-from .model.support import check_model
+from .model.support import check_model, why_own_attention
 from .model.wrappers import (
     ATTACHMENT,
     attachment_of,
@@ -169,12 +169,17 @@ def patch_model(
     """
     inner = inner_model(model, "patch_model")
     share_config(runner_of(inner))
-    check_model(inner, ring is not None and ring.world_size > 1, checked_mixers(inner))
+    config, adapters = inner.config.get_text_config(), _adapters_of(model)
+    sharded = ring is not None and ring.world_size > 1
+    own_attention = why_own_attention(config, sharded)
+    if own_attention is None:
+        check_model(inner, sharded, checked_mixers(inner))
     if ring is not None:
         check_ring(inner, ring)
     kernel_name = _kernel_of(inner, ring, kernel)
-    config, adapters = inner.config.get_text_config(), _adapters_of(model)
-    if pattern is not None:
+    if own_attention is not None:
+        _keep_attention(inner, pattern, own_attention)
+    elif pattern is not None:
         patch_config(inner.config, pattern)
     elif settings_of(config) is not None:
         use_settings(inner.config, settings_of(config))  # Settings that are not understood are refused before all else.
@@ -186,17 +191,32 @@ def patch_model(
             )
         for patterns in trained.values():
             patterns.set_in(inner.config)
-    set_implementation(config, IMPLEMENTATION)
-    set_implementation_of_parts(inner, implementation_argument(inner.config))
+    if own_attention is None:
+        set_implementation(config, IMPLEMENTATION)
+        set_implementation_of_parts(inner, implementation_argument(inner.config))
     _save_pattern_with(adapters, inner.config)
     for module in inner.modules():
         remove_hooks(module, lambda hook: hook is _first_call)
-    attach_ring(inner, ring, kernel_name)
+    attach_ring(inner, ring, kernel_name, own_attention is not None)
     _prepare_generation(inner)
     attach_mixers(inner)
     for other in models_inside(inner) if ring is not None else ():
         patch_model(other, ring=ring)
     return model
+
+
+def _keep_attention(model: PreTrainedModel, pattern: Any, reason: str) -> None:
+    """Leaves a model the attention of Transformers; refuses patterns, and kernels that were not compared."""
+    config, name = model.config.get_text_config(), type(model).__name__
+    if not has_only_exact_attention(config) or pattern not in (None, "exact", Pattern.exact()):
+        raise NotImplementedError(f"{name} computes no pattern: {reason}: leave the pattern out, for exact attention")
+    if implementation_of(config) == IMPLEMENTATION:
+        set_implementation(config, "sdpa" if model._supports_sdpa else "eager")
+    if implementation_of(config) not in ("eager", "sdpa"):
+        raise ValueError(
+            f"{name} keeps its own attention ({reason}), and {implementation_of(config)!r} was not tested for it: call "
+            f"set_attn_implementation('sdpa') first"
+        )
 
 
 def _prepare_generation(model: Any) -> None:

@@ -16,8 +16,8 @@ from ...plan.layouts import SequenceLayout
 from ...ring.operator import UNTRACEABLE
 from ..forward_pass import ForwardPass, running
 from ..model.config import patterns_of, warn_once
-from ..model.types import OTHER_CACHES
-from ..model.wrappers import whole_model
+from ..model.types import INDEXED, OTHER_CACHES
+from ..model.wrappers import attachment_of, runner_of, whole_model
 from ..names import IMPLEMENTATION
 from .every_row import why_every_row
 from .kept_rows import Arrival, Shared
@@ -63,15 +63,15 @@ class PatternCache(Cache):
     def __init__(self, model: nn.Module, offloading: bool = False, every_row: bool = False) -> None:
         inner = whole_model(model, "PatternCache")
         config = inner.config.get_text_config(decoder=True)
-        if implementation_of(config) != IMPLEMENTATION:
-            raise ValueError(
-                f"PatternCache: {type(inner).__name__} computes attention by {implementation_of(config)!r}: call "
-                f"ra.patch_model(model, pattern) first"
-            )
         refused, reason = why_refused(inner), why_every_row(config)
         if refused is not None:
             raise NotImplementedError(
                 f"PatternCache: {type(inner).__name__}: {refused}: pass cache_implementation='dynamic'"
+            )
+        if implementation_of(config) != IMPLEMENTATION:
+            raise ValueError(
+                f"PatternCache: {type(inner).__name__} computes attention by {implementation_of(config)!r}: call "
+                f"ra.patch_model(model, pattern) first"
             )
         if reason is not None and not every_row and not all(map(keeps_all, patterns_of(config).values())):
             warn_once(f"PatternCache keeps every row of {type(inner).__name__}: {reason}", logging.INFO)
@@ -360,6 +360,10 @@ _update_at_a_break = torch.compiler.disable(_update, reason=UNTRACEABLE)
 
 def why_refused(model: Any) -> str | None:
     """Returns why no `PatternCache` serves a model; None if one does."""
+    if attachment_of(runner_of(model)).own_attention:
+        return "it keeps its own attention"
+    if model.config.get_text_config().model_type in INDEXED:
+        return "it chooses its keys at run time"
     inside = state_inside(model)
     return f"{inside} keeps its state in the model" if inside else OTHER_CACHES.get(model.config.model_type)
 

@@ -15,6 +15,7 @@ from ...plan.kept import keeps_all
 from ...ring.ring import Ring
 from ..forward_pass import running, running_with
 from ..model.config import layer_pattern, patterns_of, warn_once
+from ..model.types import INDEXED
 from ..model.wrappers import attachment_of, cache_argument, evaluating, takes, whole_model
 from ..names import IMPLEMENTATION
 from .every_row import why_every_row
@@ -114,6 +115,8 @@ def cache_for_generate(model: PreTrainedModel, drafts: bool = False, caller: str
     config, name = model.config.get_text_config(decoder=True), type(model).__name__
     exact = any(x is config for x in running().exact)
     if implementation_of(config) != IMPLEMENTATION or exact:
+        return None
+    if config.model_type in INDEXED:
         return None
     if refused := why_refused(model):
         warn_once(f"{caller} keeps all rows of {name}: {refused}", logging.INFO)

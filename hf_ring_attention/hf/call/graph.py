@@ -29,7 +29,7 @@ from ..forward_pass import CALL, NUMBER_IN_GRAPHS, ForwardPass, drop_broken_pass
 from ..layer.attention import call_in_graph
 from ..layer.masks import Tokens, masks_follow_positions, tokens_of
 from ..loss.lm_loss import IGNORED, next_labels
-from ..model.types import MIXERS
+from ..model.types import INDEXED, MIXERS
 from ..model.wrappers import MODULES, attachment_of, runner_of
 from ..names import IMPLEMENTATION
 from ..rows.cut import find_rows, places_of
@@ -63,7 +63,7 @@ def fits_a_graph(model: PreTrainedModel, ring: Ring | None) -> bool:
     return (
         is_decoder
         and takes_positions
-        and config.model_type not in MIXERS
+        and config.model_type not in (*MIXERS, *INDEXED)
         and (named or not in_mask)
         and not (counts_tokens or looks_at_rows or exchanges_heads)
     )

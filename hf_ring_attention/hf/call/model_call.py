@@ -26,6 +26,7 @@ from ...compute.private import (
 from ...plan.problem import Documents
 from ...ring.operator import UNTRACEABLE, check_not_traced
 from ...ring.ring import Ring
+from ..cache.ring_cache import attach_ring_cache, in_ring_cache
 from ..forward_pass import (
     CALL,
     ForwardPass,
@@ -39,13 +40,14 @@ from ..forward_pass import (
     running_with,
     set_forward_pass,
 )
+from ..layer.indexed import attach_indexers
 from ..loss.lm_loss import join_of_fields
 from ..loss.on_use import OnUse
 from ..loss.output_layer import wrap_head
 from ..loss.values import Origin
 from ..model.config import warn_of_unused_pattern, warn_once
 from ..model.support import has_next_token_loss
-from ..model.wrappers import Attachment, attachment_of, by_name, cache_in, runner_of, set_attachments, takes
+from ..model.wrappers import Attachment, attachment_of, by_name, cache_in, decoder_of, runner_of, set_attachments, takes
 from ..names import IMPLEMENTATION
 from ..rows.cut import cut, find_rows, whole_positions
 from ..rows.join import joined_output, kept
@@ -55,18 +57,27 @@ from .probe import check_tokens_apart
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
-def attach_ring(model: PreTrainedModel, ring: Ring | None, kernel: str) -> None:
-    """Makes these the ring and the kernel of the model's attention layers; ring=None makes its rows whole ones again."""
+def attach_ring(model: PreTrainedModel, ring: Ring | None, kernel: str, own_attention: bool = False) -> None:
+    """Makes these the ring and the kernel of the model's attention layers; ring=None makes its rows whole ones again.
+
+    Args:
+        own_attention: whether its layers attend as in Transformers, and not by ring_dilated.
+    """
+    ours = __name__, attach_ring_cache.__module__
     for module in model.modules():
-        remove_hooks(module, lambda hook: getattr(hook, "__module__", None) == __name__)
+        remove_hooks(module, lambda hook: getattr(hook, "__module__", None) in ours)
     # Any of these may be called: a model with its head, its base model, and the decoder of this.
     for called in dict.fromkeys((model, model.base_model, runner_of(model))):
         called.register_forward_pre_hook(before_model, with_kwargs=True)
         called.register_forward_hook(after_model, with_kwargs=True, always_call=True)
     _wrap_decoder(runner_of(model))
     corrected = _correct_modules(model.base_model, sharded=ring is not None and ring.world_size > 1)
-    in_graphs = fits_a_graph(model, ring) and not corrected
-    set_attachments(model, Attachment(ring, kernel, in_graphs=in_graphs, loss_in_parts=has_next_token_loss(model)))
+    in_graphs = fits_a_graph(model, ring) and not corrected and not own_attention
+    loss_in_parts = has_next_token_loss(model)
+    attachment = Attachment(ring, kernel, in_graphs=in_graphs, loss_in_parts=loss_in_parts, own_attention=own_attention)
+    set_attachments(model, attachment)
+    attach_ring_cache(runner_of(model))
+    attach_indexers(decoder_of(model))
 
 
 class DecoderForward:
@@ -148,6 +159,8 @@ def _of_decoder(now: ForwardPass, rows: WholeRows, kwargs: dict[str, Any]) -> di
         return {**kwargs, "position_ids": whole_positions(runner, rows, kwargs)} if rows.packed else kwargs
     if now.call.rows is None:  # Otherwise a loader has cut them.
         kwargs, now.rows = cut(runner, kwargs, rows, now.ring)
+    if attachment_of(runner).own_attention:
+        return in_ring_cache(now, kwargs)
     check_tokens_apart(now, kwargs)
     cacheless = takes(runner, "use_cache") and getattr(cache_in(kwargs), "layout", None) is None
     return {**kwargs, "use_cache": False} if cacheless else kwargs

@@ -17,7 +17,7 @@ from ...plan.patterns import Pattern, as_pattern
 from ...ring.callbacks import CALLBACKS
 from ..names import IMPLEMENTATION
 from .support import check_config, class_name
-from .types import MIXERS
+from .types import INDEXED_LAYERS, MIXERS
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,14 @@ class Patterns(dict[int | None, Pattern]):
         heads: Any = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
         for pattern in self.values() if isinstance(heads, int) else ():
             pattern.check_heads(heads, class_name(config))
+        kinds = getattr(config, "layer_types", None) or ()
+        indexed = {number for number, kind in enumerate(kinds) if kind in INDEXED_LAYERS}
+        sparse = {number for number, pattern in self.items() if pattern != Pattern.exact()}
+        if sparse & indexed or (None in sparse and indexed and len(indexed) == len(kinds)):
+            raise ValueError(
+                f"{class_name(config)}: layers {sorted(indexed)} choose their keys at run time, so no pattern applies to them: "
+                f"leave them out"
+            )
 
     def set_in(self, config: PretrainedConfig) -> PretrainedConfig:
         """Writes the patterns into a config, and makes "ring_dilated" its implementation."""

@@ -19,7 +19,18 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from ...compute.foreign_code import names_in
 from ...compute.private import calls_the_interface, is_stateful
-from .types import BEYOND_THE_INTERFACE, DECODERS_ALL_THE_SAME, INDEXER, MIX_TOKENS, MIXER_LAYERS, MIXERS
+from .types import (
+    BEYOND_THE_INTERFACE,
+    DECODERS_ALL_THE_SAME,
+    INDEXED,
+    INDEXED_LAYERS,
+    INDEXER,
+    MIX_TOKENS,
+    MIXER_LAYERS,
+    MIXERS,
+    OWN_ATTENTION,
+    OWN_ATTENTION_OVER_RINGS,
+)
 from .wrappers import decoder_of, runner_of
 
 #: The types of layers that are computed.
@@ -47,7 +58,8 @@ def check_config(config: PretrainedConfig, name: str | None = None) -> None:
             f"{name} attends from a decoder to an encoder (is_encoder_decoder or add_cross_attention), and some of its "
             f"kind add a position_bias: ring_dilated computes self-attention only: {_INSTEAD}"
         )
-    computed = (*LAYER_TYPES, *MIXER_LAYERS, "moe", "mlp") if config.model_type in MIXERS else LAYER_TYPES
+    of_type: tuple[str, ...] = (*MIXER_LAYERS, "moe", "mlp") if config.model_type in MIXERS else ()
+    computed = (*LAYER_TYPES, *of_type, *(INDEXED_LAYERS if config.model_type in INDEXED else ()))
     others = [number for number, kind in enumerate(layer_types) if kind not in computed]
     if others:
         kinds = dict.fromkeys(layer_types[number] for number in others)
@@ -59,6 +71,16 @@ def check_config(config: PretrainedConfig, name: str | None = None) -> None:
         )
     if not layer_types and getattr(config, "index_topk", None):  # Configs of custom code may have no types of layers.
         raise NotImplementedError(f"{name}: {INDEXER}: {_INSTEAD}")
+
+
+def why_own_attention(config: PretrainedConfig, sharded: bool) -> str | None:
+    """Returns why a text model keeps the attention that Transformers gives it; None if it attends by ring_dilated."""
+    if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
+        return None
+    if sharded and config.model_type in OWN_ATTENTION_OVER_RINGS:
+        return OWN_ATTENTION_OVER_RINGS[config.model_type]
+    sees_later = getattr(config, "is_decoder", True) is False and config.model_type not in DECODERS_ALL_THE_SAME
+    return None if sees_later else OWN_ATTENTION.get(config.model_type)
 
 
 def class_name(config: PretrainedConfig | None) -> str:

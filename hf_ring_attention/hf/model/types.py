@@ -30,6 +30,19 @@ STATES_INSIDE = ("RecurrentGemmaRecurrentBlock",)
 #: The types of layers with mixers, as configs name them.
 MIXER_LAYERS = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid")
 
+#: Types whose layers choose keys at run time, by an indexer that is computed, and how configs name such layers.
+INDEXED = (
+    "axk2",
+    "deepseek_v32",
+    "dots3_note_text",
+    "glm_moe_dsa",
+    "hy_v4",
+    "hy_v4_vl_text",
+    "minimax_m3_vl_text",
+    "mistral_large4_text",
+)
+INDEXED_LAYERS = "indexed_attention", "minimax_m3_sparse"
+
 INDEXER = "its indexer selects keys at run time, and no pattern can express that"
 
 _RECURRENT = "all its layers are recurrent: it has no attention to shard"
@@ -40,10 +53,30 @@ BEYOND_THE_INTERFACE = {
     **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), INDEXER),
     "blt": "it attends from bytes to patches and back, which is cross-attention",
     "deepseek_v4": "it attends to compressed keys of several tokens, which it selects by a rule of its own",
-    "doge": "it adds a learned mask of its own to the square mask, and so chooses keys that no pattern knows",
     "fnet": "it mixes all tokens by Fourier transforms, and has no attention",
     "git": "it lets image features see each other in both directions",
     "zaya": "convolutions inside its attention mix queries and keys of several tokens, which shards cut apart",
+}
+
+_NO_INTERFACE = "it does not call Transformers' attention interface"
+_ALIBI = "it adds to its scores by distance (ALiBi)"
+
+#: Types that keep the attention of Transformers, over a ring with the keys of a `RingCache`, and why they compute no pattern.
+OWN_ATTENTION = {
+    **dict.fromkeys(("falcon", "gpt_neox_japanese", "megatron-bert", "mvp"), _NO_INTERFACE),
+    **dict.fromkeys(("rembert", "roformer", "trocr", "xglm"), _NO_INTERFACE),
+    **dict.fromkeys(("bloom", "mpt"), _ALIBI),
+    "doge": "it adds a learned mask of its own to the square mask",
+}
+
+_COUNTS = "it numbers its tokens by its cache and takes no position_ids"
+
+#: Types that do so over a ring only.
+OWN_ATTENTION_OVER_RINGS = {
+    **dict.fromkeys(
+        ("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus"), _COUNTS
+    ),
+    "plbart": _COUNTS,
 }
 
 #: Model types that mix the tokens of a row outside of attention.

@@ -54,6 +54,7 @@ class Attachment:
     runs: bool = False  # whether a call of it has begun outside of a graph, so that no part of it may begin in one
     loss_in_parts: bool = False  # whether its loss is one of next tokens, which each rank can compute for its part
     inside: int | None = None  # names the modules and hooks inside that `hf/probe.py` has looked at
+    own_attention: bool = False  # whether its layers attend as in Transformers, over a ring with its `RingCache`
     trained: int = 0  # its calls over a ring while it trains
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
@@ -284,9 +285,12 @@ def cache_in(arguments: Mapping[str, Any]) -> Cache | None:
 
 @functools.cache
 def cache_names(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """Returns the parameters that hold a cache by their annotation, such as "cache" (since 5.24) or "past_key_values"."""
-    parameters = signature_of(forward).parameters.values()
-    return tuple(x.name for x in parameters if re.search(r"Cache\b", inspect.formatannotation(x.annotation)))
+    """Returns the parameters that hold a cache, such as "cache" (since 5.24) or "past_key_values", or are annotated so."""
+    return tuple(
+        x.name
+        for x in signature_of(forward).parameters.values()
+        if x.name in ("cache", "past_key_values") or re.search(r"Cache\b", inspect.formatannotation(x.annotation))
+    )
 
 
 def cache_argument(cache: Cache | None) -> dict[str, Cache | None]:

@@ -19,7 +19,7 @@ from ..cache.pattern_cache import PatternCache
 from ..forward_pass import ForwardPass, WholeRows
 from ..model.config import layer_pattern, warn_once
 from ..model.types import COUNT_BY_MASK
-from ..model.wrappers import cache_in, numbers_documents, takes, tokens_in, tokens_skipped
+from ..model.wrappers import attachment_of, cache_in, numbers_documents, takes, tokens_in, tokens_skipped
 from .documents import first_position, rows_of_call
 from .join import PartOfRows
 
@@ -84,7 +84,10 @@ def rows_to_cut(
         got = "neither input_ids nor inputs_embeds" if tokens is None else f"{tuple(tokens.shape)}"
         raise ValueError(f"a ring cuts rows of tokens [batch, tokens], got {got}: pass input_ids or inputs_embeds")
     rows = rows_of_call(runner, tokens, arguments, divided=True)
-    if layout is None:
+    if layout is None and attachment_of(runner).own_attention:
+        _check_own_masks(runner, rows)
+        layout = SequenceLayout("contiguous", rows.length, ring.world_size)
+    elif layout is None:
         pattern = pattern or layer_pattern(runner.config.get_text_config(), None)  # type: ignore[union-attr, operator]
         layout = ring.division(-(-rows.length // multiple) * multiple, pattern, rows.documents)
     return replace(rows, layout=layout)
@@ -187,10 +190,8 @@ def find_rows(now: ForwardPass, kwargs: Mapping[str, Any], multiple: int = 1) ->
     now.whole = ring.world_size > 1 and layout is None and (cache is not None or kwargs.get("use_cache") is True)
     now.kept = cache if isinstance(cache, PatternCache) else None
     if now.whole and ring.rank == 0:
-        warn_once(
-            f"{type(runner).__name__} has its own cache, so all ranks compute whole rows: ra.prefill fills a sharded one",
-            logging.INFO,
-        )
+        remedy = "" if attachment_of(runner).own_attention else ": ra.prefill fills a sharded one"
+        warn_once(f"{type(runner).__name__} has its own cache, so all ranks compute whole rows{remedy}", logging.INFO)
     if ring.world_size == 1 or now.whole:
         now.ring = ring_alone(ring.kernel) if now.whole else ring
         now.rows = _rows_alone(runner, tokens, kwargs)
@@ -253,4 +254,14 @@ def _rows_alone(runner: nn.Module, tokens: Tensor | None, arguments: Mapping[str
         raise ValueError(
             f"{type(runner).__name__} was given packed rows, and takes no position_ids: pass one document a row, padded"
         )
+    _check_own_masks(runner, rows)
     return rows
+
+
+def _check_own_masks(runner: nn.Module, rows: WholeRows) -> None:
+    """Refuses packed rows for a model that keeps the attention of Transformers, whose masks may not know documents."""
+    if rows.packed and attachment_of(runner).own_attention:
+        raise ValueError(
+            f"{type(runner).__name__} keeps its own attention, which does not keep packed documents apart: pass one document a "
+            f"row, padded"
+        )

@@ -116,6 +116,11 @@ def joined_output(now: ForwardPass, output: Any) -> Any:
     """Returns the output of a decoder with whole rows in place of parts, and last hidden states as the head takes them."""
     rows, ring, layout = now.rows, now.ring, now.layout
     assert rows is not None
+    if now.ring_cache is not None:  # No later call may go on with it.
+        if isinstance(output, MutableMapping):
+            output = type(output)(**{str(name): x for name, x in output.items() if x is not now.ring_cache})
+        else:
+            output = tuple(x for x in output if x is not now.ring_cache)
     if layout is None and now.join_last is None:
         return output
     whole = partial(_with_rows_joined, part=(rows.batch, rows.length if layout is None else layout.local_len))

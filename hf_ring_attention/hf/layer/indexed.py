@@ -1,0 +1,209 @@
+"""Layers that choose their keys at run time (DeepSeek sparse attention, arXiv 2512.02556), for slices of queries.
+
+An indexer scores all keys for each query, and keeps the best. Its own forward runs here on slices of queries of one document,
+beside the index keys of this document only: neither scores nor masks of all queries exist, and a document of a packed or padded
+row chooses what it would choose alone. Over a ring, the index keys, and the keys that are attended to, are those of whole rows.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from ...compute.chosen import attend_to_chosen
+from ...compute.private import implementation_of, tree_map
+from ...ring.operator import UNTRACEABLE
+from ...ring.shards import whole_of
+from ..forward_pass import ForwardPass, forward_pass_of
+from ..model.wrappers import by_name, cache_in, cache_names
+from ..names import IMPLEMENTATION
+from .checks import LayerSettings, check_call
+from .masks import Tokens, tokens_of
+
+#: The arguments of a layer that bring its choice.
+CHOICES = "indices", "block_indices"
+
+#: The bytes of a slice's scores, of all index heads.
+SLICE_BYTES = 64 << 20
+
+
+class _Stretch(NamedTuple):
+    """Queries that follow each other in the documents of some batch rows."""
+
+    rows: list[int]
+    start: int  # of the document
+    stop: int
+    place: int  # of the first query among those of this rank
+    position: int  # of the first query in the row
+    length: int
+
+
+class _Seen(Exception):
+    """An indexer has given its keys."""
+
+
+class _IndexKeys:
+    """Stands for the cache of an indexer: notes its new keys [B, n, D] and ends it, or answers with those of a document."""
+
+    def __init__(self, keys: Tensor | None = None) -> None:
+        self.keys = keys
+
+    def update_indexer(self, keys: Tensor, layer_idx: int) -> Tensor:
+        if self.keys is None:
+            self.keys = keys
+            raise _Seen
+        return self.keys
+
+    @property
+    def layers(self) -> _IndexKeys:
+        return self
+
+    def __getitem__(self, layer_idx: int) -> _IndexKeys:
+        return self
+
+    def update_index(self, keys: Tensor) -> Tensor:
+        return self.update_indexer(keys[:, 0], 0)[:, None]
+
+
+def attach_indexers(model: nn.Module) -> None:
+    """Makes the indexers of a model choose for slices of queries; those of layers that share a choice have none."""
+    for module in model.modules():
+        indexer = getattr(module, "indexer", None)
+        if isinstance(indexer, nn.Module) and not isinstance(vars(indexer).get("forward"), IndexerInSlices):
+            indexer.forward = IndexerInSlices(indexer, module)
+            module.register_forward_pre_hook(_note_mask, with_kwargs=True)
+
+
+def _note_mask(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tells the indexer of an attention module the mask, which some indexers are not given."""
+    module.indexer.forward.mask = by_name(module, args, kwargs)["attention_mask"]
+
+
+class IndexerInSlices:
+    """The forward of an indexer of a patched model, which runs the indexer's own forward on slices of queries.
+
+    It returns the numbers of keys in whole rows that each query has chosen, -1 for none: [B, m, chosen] int32, or
+    [B, index heads, m, chosen] for an indexer that chooses blocks for each key/value head.
+    """
+
+    def __init__(self, module: nn.Module, attention: nn.Module) -> None:
+        self.module, self.attention = cast(Any, module), attention
+        self.mask: Tensor | None = None
+        self.block: int | None = getattr(module, "block_size", None)  # MiniMax M3 chooses blocks of this many keys
+        self.heads = int(self.module.num_heads if self.block else self.module.n_heads)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> IndexerInSlices:
+        return IndexerInSlices(copy.deepcopy(self.module, memo), copy.deepcopy(self.attention, memo))
+
+    @torch.no_grad()
+    @torch.compiler.disable(reason=UNTRACEABLE)
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        given = by_name(self.module, args, kwargs)
+        hidden: Tensor = given["hidden_states"]
+        batch, m = hidden.shape[:2]
+        config = getattr(self.attention, "config", None)
+        now = forward_pass_of(config, self.attention)
+        if implementation_of(config) != IMPLEMENTATION:
+            return self._run(given, cache_in(given))
+        if now is None:
+            raise RuntimeError(
+                f"{type(self.attention).__name__} was called outside of its model's forward pass, so its documents are unknown: "
+                f"call the model"
+            )
+        if now.probes:
+            return hidden.new_zeros(*([batch, 1, m, 1] if self.block else [batch, m, 1]), dtype=torch.int32)
+        keys, parts = self._keys(given, now), []
+        for rows, start, stop, place, position, length in _stretches(
+            tokens_of(self.mask), batch, m, keys.shape[1], now
+        ):
+            numbers = torch.tensor(rows, device=hidden.device)
+            step = max(1, SLICE_BYTES // (4 * len(rows) * self.heads * (stop - start)))
+            of_document = _IndexKeys(keys[numbers, start:stop])
+            for first in range(0, length, step):
+                places = torch.arange(first, min(length, first + step), device=hidden.device)
+                of_slice = _part(given, numbers, place + places, hidden.shape)
+                chosen = self._chosen(of_slice, of_document, position - start + places, stop - start)
+                parts.append((numbers, place + places, torch.where(chosen < 0, -1, chosen + start)))
+        width = max((part.shape[3] for *_, part in parts), default=1)
+        found = hidden.new_full((batch, self.heads if self.block else 1, m, width), -1, dtype=torch.int32)
+        for numbers, places, part in parts:
+            found[numbers[:, None], :, places, : part.shape[3]] = part.transpose(1, 2).to(found.dtype)
+        return found if self.block else found[:, 0]
+
+    def _chosen(self, given: dict[str, Any], keys: _IndexKeys, positions: Tensor, length: int) -> Tensor:
+        """Returns the keys [rows, heads or 1, s, chosen] of a document that its queries at positions [s] choose."""
+        if self.block is None:
+            visible = torch.arange(length, device=positions.device) <= positions[:, None]
+            chosen = self._run({**given, "attention_mask": visible[None]}, keys)[:, None].long()
+        else:
+            blocks = self._run({**given, "position_ids": positions.expand(len(given["hidden_states"]), -1)}, keys)
+            inside = torch.arange(self.block, device=blocks.device)
+            chosen = torch.where(blocks[..., None] < 0, length, blocks[..., None] * self.block + inside).flatten(3)
+        return torch.where(chosen <= positions[:, None], chosen, -1)
+
+    def _keys(self, given: dict[str, Any], now: ForwardPass) -> Tensor:
+        """Returns the index keys [B, n, D] of whole rows, with those in the cache."""
+        hidden, cache, noted = given["hidden_states"], cache_in(given), []
+        step = max(1, SLICE_BYTES // (4 * len(hidden) * self.heads * self.module.head_dim))
+        rows = torch.arange(len(hidden), device=hidden.device)
+        for first in range(0, hidden.shape[1], step):
+            places, of_slice = (
+                torch.arange(first, min(hidden.shape[1], first + step), device=hidden.device),
+                _IndexKeys(),
+            )
+            try:
+                self._run(_part(given, rows, places, hidden.shape), of_slice)
+            except _Seen:
+                noted.append(cast(Tensor, of_slice.keys))
+        keys = torch.cat(noted, 1)
+        if now.layout is not None:
+            return whole_of(now.ring.side_by_side(keys, 1), now.layout, 1)
+        if cache is None:
+            return keys
+        layer: Any = cache.layers[self.module.layer_idx]
+        return cast(Tensor, layer.update_index(keys[:, None])[:, 0] if self.block else layer.update_indexer(keys))
+
+    def _run(self, given: dict[str, Any], keys: Any) -> Tensor:
+        own = type(self.module).forward
+        return cast(Tensor, own(self.module, **{**given, cache_names(own)[0]: keys}))
+
+
+def _part(given: dict[str, Any], rows: Tensor, places: Tensor, shape: torch.Size) -> dict[str, Any]:
+    """Returns the arguments of an indexer for the tokens at these places of these batch rows."""
+
+    def part(x: Any) -> Any:
+        by_token = isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == shape[1] and x.shape[0] in (1, shape[0])
+        return x.expand(shape[0], *x.shape[1:])[rows[:, None], places] if by_token else x
+
+    return {name: tree_map(part, x) for name, x in given.items()}
+
+
+def _stretches(tokens: Tokens, batch: int, m: int, n: int, now: ForwardPass) -> Iterator[_Stretch]:
+    """Yields the stretches of this rank's m queries in rows of n tokens."""
+    documents = tokens.documents if tokens.documents is not None else (((0, n),),) * batch
+    found: dict[tuple[Any, ...], list[int]] = {}
+    for row, spans in enumerate(documents):
+        pieces = [(0, range(n - m, n))] if now.layout is None else now.layout.placed_pieces(now.ring.rank, row)
+        for place, piece in pieces:
+            for start, stop in spans:
+                first, last = max(start, piece.start), min(stop, piece.stop)
+                if first < last:
+                    found.setdefault((start, stop, place + first - piece.start, first, last - first), []).append(row)
+    for stretch, rows in found.items():
+        yield _Stretch(rows, *stretch)
+
+
+def attention_by_choice(module: nn.Module, tensors: Any, settings: LayerSettings, now: ForwardPass) -> Tensor:
+    """Returns out [B, m, H, Dv] of a layer whose queries have chosen their keys."""
+    (query, key, value, sinks), (dropout, scaling, window, softcap, given) = tensors, settings
+    others = {name: x for name, x in given.items() if name not in CHOICES}
+    chosen = given["indices"][:, None] if given.get("indices") is not None else given["block_indices"]
+    check_call(module, (dropout, scaling, window, softcap, others), now)
+    assert window is None and softcap is None
+    now.attended = True
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return attend_to_chosen(query, key, value, chosen, scale, sinks).transpose(1, 2).contiguous()
