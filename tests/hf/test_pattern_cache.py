@@ -235,6 +235,20 @@ def test_recording_ends_at_the_next_crop():
     assert not cache.recording and cache.num_rows == 6 and cache.nbytes == nbytes
 
 
+def test_recording_ends_with_rows_of_other_lengths():
+    """The last recorded call has several tokens, of rows with padding before them: later tokens see them all."""
+    model, ids, mask = llama("window:2+4"), ids_of(2, 40), torch.ones(2, 40, dtype=torch.int64)
+    mask[0, :5] = 0
+    cache, lengths = ra.PatternCache(model), (0, 20, 21, 24, 25, 40)
+    for start, stop in itertools.pairwise(lengths):
+        found = step(model, ids[:, start:stop], cache, mask[:, :stop])
+        whole = model(ids[:, :stop], attention_mask=mask[:, :stop]).logits
+        assert distance(found[:, -1], whole[:, -1]) <= EXACT
+        if stop == 20:
+            cache.activate_past_recording()
+            cache.crop(0)
+
+
 def test_rows_of_a_hybrid_that_begin_with_padding_one_token_at_a_time_are_refused():
     """Transformers masks nothing in calls of one token, so the padding would enter the states."""
     model, ids, mask = ra.patch_model(tiny_model("jamba", "eager")), ids_of(2, 6), torch.ones(2, 6, dtype=torch.int64)

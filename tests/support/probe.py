@@ -26,7 +26,10 @@ BATCHES = ("plain", "left", "right", "packed")
 LOGITS = EXACT
 BOUNDS = {torch.float64: EXACT, torch.float32: 2e-5}
 #: Types that keep their own attention, with the implementation and the dtype in which rows that begin with padding are numbers.
-STOCK = {"bloom": ("eager", torch.float32), "doge": ("sdpa", torch.float32), "mpt": ("eager", torch.float32)}
+STOCK = {
+    **dict.fromkeys(("bloom", "deepseek_v4", "gpt_neo", "mpt"), ("eager", torch.float32)),
+    "doge": ("sdpa", torch.float32),
+}
 
 
 class Answer(NamedTuple):

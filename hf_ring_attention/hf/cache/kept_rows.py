@@ -191,7 +191,7 @@ class KeptRows:
         self.done = new.number
         every = torch.cat([self.old, new.rows[:, None].expand(*self.old.shape[:2], -1)], -1)
         self.floor = new.floor if new.recording or new.compact else new.after
-        kept = self._kept(every, self.floor, new.recording)
+        kept = self._kept(every, self.floor, new.recording or new.compact)
         if new.document is not None:
             kept = kept | self._of_document(every, new.document)
         self.order, self.positions = None, every

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -20,8 +19,9 @@ from ...plan.layouts import SequenceLayout
 from ...ring.shards import whole_of
 from ..forward_pass import ForwardPass, forward_pass_of
 from ..model.config import warn_once
-from ..model.types import INDEXED_LAYERS
+from ..model.types import INDEXED_LAYERS, WHOLE_LAYERS
 from ..model.wrappers import attachment_of, by_name, cache_in, cache_names, takes
+from ..rows.documents import mask_of
 
 
 class RingCache(Cache):
@@ -64,13 +64,9 @@ class RingCache(Cache):
 def in_ring_cache(now: ForwardPass, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Begins a call in a `RingCache`; returns the arguments of the decoder, with the mask [B, n] of whole rows."""
     rows, positions = now.rows, kwargs.pop("position_ids")
-    assert rows is not None and rows.layout is not None and rows.documents is not None
-    mask = torch.zeros(rows.batch, rows.length, dtype=torch.int64)
-    for row, spans in enumerate(rows.documents):
-        for start, stop in spans:
-            mask[row, start:stop] = 1
+    assert rows is not None and rows.layout is not None
     now.ring_cache = RingCache(now, rows.layout)
-    kwargs |= {"use_cache": True, "attention_mask": mask.to(positions.device), _argument(now.runner): now.ring_cache}
+    kwargs |= {"use_cache": True, "attention_mask": mask_of(rows).to(positions.device), _argument(now.runner): now.ring_cache}
     return {**kwargs, "position_ids": positions} if takes(now.runner, "position_ids") else kwargs
 
 
@@ -79,7 +75,8 @@ def attach_ring_cache(decoder: nn.Module) -> None:
 
     Those are all of a decoder that keeps its own attention, else those that choose their keys.
     """
-    own, kinds = attachment_of(decoder).own_attention, getattr(decoder.config, "layer_types", None) or ()
+    own = attachment_of(decoder).own_attention and decoder.config.model_type not in WHOLE_LAYERS
+    kinds = getattr(decoder.config, "layer_types", None) or ()
     indexed = [number for number, kind in enumerate(kinds) if kind in INDEXED_LAYERS]
     for module in decoder.modules():
         chosen = own or (getattr(module, "layer_idx", None) in indexed and hasattr(module, "indexer"))

@@ -41,12 +41,14 @@ from ..forward_pass import (
     set_forward_pass,
 )
 from ..layer.indexed import attach_indexers
+from ..layer.whole_layers import attach_whole_layers, with_whole_mask
 from ..loss.lm_loss import join_of_fields
 from ..loss.on_use import OnUse
 from ..loss.output_layer import wrap_head
 from ..loss.values import Origin
 from ..model.config import warn_of_unused_pattern, warn_once
 from ..model.support import has_next_token_loss
+from ..model.types import WHOLE_LAYERS
 from ..model.wrappers import Attachment, attachment_of, by_name, cache_in, decoder_of, runner_of, set_attachments, takes
 from ..names import IMPLEMENTATION
 from ..rows.cut import cut, find_rows, whole_positions
@@ -63,7 +65,7 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None, kernel: str, own_atte
     Args:
         own_attention: whether its layers attend as in Transformers, and not by ring_dilated.
     """
-    ours = __name__, attach_ring_cache.__module__
+    ours = __name__, attach_ring_cache.__module__, attach_whole_layers.__module__
     for module in model.modules():
         remove_hooks(module, lambda hook: getattr(hook, "__module__", None) in ours)
     # Any of these may be called: a model with its head, its base model, and the decoder of this.
@@ -77,6 +79,7 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None, kernel: str, own_atte
     attachment = Attachment(ring, kernel, in_graphs=in_graphs, loss_in_parts=loss_in_parts, own_attention=own_attention)
     set_attachments(model, attachment)
     attach_ring_cache(runner_of(model))
+    attach_whole_layers(runner_of(model))
     attach_indexers(decoder_of(model))
 
 
@@ -160,7 +163,8 @@ def _of_decoder(now: ForwardPass, rows: WholeRows, kwargs: dict[str, Any]) -> di
     if now.call.rows is None:  # Otherwise a loader has cut them.
         kwargs, now.rows = cut(runner, kwargs, rows, now.ring)
     if attachment_of(runner).own_attention:
-        return in_ring_cache(now, kwargs)
+        of_whole = runner.config.model_type in WHOLE_LAYERS
+        return with_whole_mask(now, kwargs) if of_whole else in_ring_cache(now, kwargs)
     check_tokens_apart(now, kwargs)
     cacheless = takes(runner, "use_cache") and getattr(cache_in(kwargs), "layout", None) is None
     return {**kwargs, "use_cache": False} if cacheless else kwargs

@@ -19,6 +19,7 @@ from ...compute.private import implementation_of, tree_map
 from ...ring.operator import UNTRACEABLE
 from ...ring.shards import whole_of
 from ..forward_pass import ForwardPass, forward_pass_of
+from ..model.types import INDEXED
 from ..model.wrappers import by_name, cache_in, cache_names
 from ..names import IMPLEMENTATION
 from .checks import LayerSettings, check_call
@@ -71,7 +72,8 @@ class _IndexKeys:
 
 def attach_indexers(model: nn.Module) -> None:
     """Makes the indexers of a model choose for slices of queries; those of layers that share a choice have none."""
-    for module in model.modules():
+    of_type = model.config.model_type in INDEXED  # type: ignore[union-attr, operator]
+    for module in model.modules() if of_type else ():
         indexer = getattr(module, "indexer", None)
         if isinstance(indexer, nn.Module) and not isinstance(vars(indexer).get("forward"), IndexerInSlices):
             indexer.forward = IndexerInSlices(indexer, module)
@@ -102,37 +104,38 @@ class IndexerInSlices:
     @torch.no_grad()
     @torch.compiler.disable(reason=UNTRACEABLE)
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        given = by_name(self.module, args, kwargs)
-        hidden: Tensor = given["hidden_states"]
-        batch, m = hidden.shape[:2]
-        config = getattr(self.attention, "config", None)
-        now = forward_pass_of(config, self.attention)
+        given, config = by_name(self.module, args, kwargs), getattr(self.attention, "config", None)
         if implementation_of(config) != IMPLEMENTATION:
             return self._run(given, cache_in(given))
-        if now is None:
-            raise RuntimeError(
-                f"{type(self.attention).__name__} was called outside of its model's forward pass, so its documents are unknown: "
-                f"call the model"
+        now, hidden = forward_pass_of(config, self.attention), given["hidden_states"]
+        tokens = tokens_of(self.mask)
+        if now is None or tokens.valid is not None:
+            wrong = "was called outside of its model" if now is None else "got rows with padding inside a document"
+            raise ValueError(
+                f"{type(self.attention).__name__} chooses its keys among those of a document, and {wrong}: call the model with "
+                f"rows of one length, or use 'sdpa'"
             )
-        if now.probes:
-            return hidden.new_zeros(*([batch, 1, m, 1] if self.block else [batch, m, 1]), dtype=torch.int32)
-        keys, parts = self._keys(given, now), []
-        for rows, start, stop, place, position, length in _stretches(
-            tokens_of(self.mask), batch, m, keys.shape[1], now
-        ):
-            numbers = torch.tensor(rows, device=hidden.device)
-            step = max(1, SLICE_BYTES // (4 * len(rows) * self.heads * (stop - start)))
-            of_document = _IndexKeys(keys[numbers, start:stop])
-            for first in range(0, length, step):
-                places = torch.arange(first, min(length, first + step), device=hidden.device)
-                of_slice = _part(given, numbers, place + places, hidden.shape)
-                chosen = self._chosen(of_slice, of_document, position - start + places, stop - start)
-                parts.append((numbers, place + places, torch.where(chosen < 0, -1, chosen + start)))
+        parts = [] if now.probes else list(self._choices(given, self._keys(given, now), tokens, now))
         width = max((part.shape[3] for *_, part in parts), default=1)
-        found = hidden.new_full((batch, self.heads if self.block else 1, m, width), -1, dtype=torch.int32)
-        for numbers, places, part in parts:
-            found[numbers[:, None], :, places, : part.shape[3]] = part.transpose(1, 2).to(found.dtype)
+        shape = len(hidden), self.heads if self.block else 1, hidden.shape[1], width
+        found = hidden.new_full(shape, -1, dtype=torch.int32)
+        for rows, places, part in parts:
+            found[rows[:, None], :, places, : part.shape[3]] = part.transpose(1, 2).to(found.dtype)
         return found if self.block else found[:, 0]
+
+    def _choices(
+        self, given: dict[str, Any], keys: Tensor, tokens: Tokens, now: ForwardPass
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yields the batch rows, the places of the queries and their choice [rows, heads or 1, s, chosen] of each slice."""
+        hidden, device = given["hidden_states"], keys.device
+        for numbers, start, stop, place, position, length in _stretches(tokens, hidden, keys.shape[1], now):
+            rows, of_document = torch.tensor(numbers, device=device), _IndexKeys(keys[numbers, start:stop])
+            step = max(1, SLICE_BYTES // (4 * len(rows) * self.heads * (stop - start)))
+            for first in range(0, length, step):
+                places = torch.arange(first, min(length, first + step), device=device)
+                of_slice = _part(given, rows, place + places, hidden.shape)
+                chosen = self._chosen(of_slice, of_document, position - start + places, stop - start)
+                yield rows, place + places, torch.where(chosen < 0, -1, chosen + start)
 
     def _chosen(self, given: dict[str, Any], keys: _IndexKeys, positions: Tensor, length: int) -> Tensor:
         """Returns the keys [rows, heads or 1, s, chosen] of a document that its queries at positions [s] choose."""
@@ -182,8 +185,11 @@ def _part(given: dict[str, Any], rows: Tensor, places: Tensor, shape: torch.Size
     return {name: tree_map(part, x) for name, x in given.items()}
 
 
-def _stretches(tokens: Tokens, batch: int, m: int, n: int, now: ForwardPass) -> Iterator[_Stretch]:
-    """Yields the stretches of this rank's m queries in rows of n tokens."""
+def _stretches(tokens: Tokens, hidden: Tensor, n: int, now: ForwardPass) -> Iterator[_Stretch]:
+    """Yields the stretches of this rank's queries, of hidden states [B, m, width], in rows of n keys."""
+    batch, m = hidden.shape[:2]
+    if now.layout is None and tokens.written is not None:
+        n = tokens.written  # A static cache has more rows.
     documents = tokens.documents if tokens.documents is not None else (((0, n),),) * batch
     found: dict[tuple[Any, ...], list[int]] = {}
     for row, spans in enumerate(documents):

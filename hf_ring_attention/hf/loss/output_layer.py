@@ -69,8 +69,9 @@ def _head(module: nn.Module, own: Callable[..., Any], states: Any, *args: Any, *
     if not used_here and not torch.equal(drawn, generator.get_rng_state()):
         # The loss and all other uses have the same random numbers.
         generator.set_rng_state(drawn)
+        whole = states.to_read()  # Ranks exchange them, and simulated ranks share a generator.
         with _same_random_numbers(hidden.origin.ring, token.device):
-            return forward(states.to_read())
+            return forward(whole)
     # Programs give such a layer other adapters or weights behind a call. If it learns in the call, its loss is in slices all
     # the same, and its logits are refused behind a change.
     if not (used_here or sample.requires_grad) and (any(module.children()) or has_given_weights(module)):

@@ -52,10 +52,9 @@ BEYOND_THE_INTERFACE = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "xlstm"), _RECURRENT),
     **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), INDEXER),
     "blt": "it attends from bytes to patches and back, which is cross-attention",
-    "deepseek_v4": "it attends to compressed keys of several tokens, which it selects by a rule of its own",
     "fnet": "it mixes all tokens by Fourier transforms, and has no attention",
-    "git": "it lets image features see each other in both directions",
     "zaya": "convolutions inside its attention mix queries and keys of several tokens, which shards cut apart",
+    "git": "it lets image features see each other in both directions",
 }
 
 _NO_INTERFACE = "it does not call Transformers' attention interface"
@@ -67,7 +66,12 @@ OWN_ATTENTION = {
     **dict.fromkeys(("rembert", "roformer", "trocr", "xglm"), _NO_INTERFACE),
     **dict.fromkeys(("bloom", "mpt"), _ALIBI),
     "doge": "it adds a learned mask of its own to the square mask",
+    "deepseek_v4": "it attends to compressed keys of several tokens",
+    "gpt_neo": _NO_INTERFACE,
 }
+
+#: Those of them whose attention modules, by their class, need whole rows over a ring, and not only their keys.
+WHOLE_LAYERS = {"deepseek_v4": "DeepseekV4Attention", "gpt_neo": "GPTNeoSelfAttention"}
 
 _COUNTS = "it numbers its tokens by its cache and takes no position_ids"
 
