@@ -66,7 +66,11 @@ def in_ring_cache(now: ForwardPass, kwargs: dict[str, Any]) -> dict[str, Any]:
     rows, positions = now.rows, kwargs.pop("position_ids")
     assert rows is not None and rows.layout is not None
     now.ring_cache = RingCache(now, rows.layout)
-    kwargs |= {"use_cache": True, "attention_mask": mask_of(rows).to(positions.device), _argument(now.runner): now.ring_cache}
+    kwargs |= {
+        "use_cache": True,
+        "attention_mask": mask_of(rows).to(positions.device),
+        _argument(now.runner): now.ring_cache,
+    }
     return {**kwargs, "position_ids": positions} if takes(now.runner, "position_ids") else kwargs
 
 
@@ -75,8 +79,9 @@ def attach_ring_cache(decoder: nn.Module) -> None:
 
     Those are all of a decoder that keeps its own attention, else those that choose their keys.
     """
-    own = attachment_of(decoder).own_attention and decoder.config.model_type not in WHOLE_LAYERS
-    kinds = getattr(decoder.config, "layer_types", None) or ()
+    config: Any = decoder.config
+    own = attachment_of(decoder).own_attention and config.model_type not in WHOLE_LAYERS
+    kinds = getattr(config, "layer_types", None) or ()
     indexed = [number for number, kind in enumerate(kinds) if kind in INDEXED_LAYERS]
     for module in decoder.modules():
         chosen = own or (getattr(module, "layer_idx", None) in indexed and hasattr(module, "indexer"))

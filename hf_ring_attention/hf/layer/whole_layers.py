@@ -22,23 +22,27 @@ from ..rows.documents import mask_of
 
 
 def attach_whole_layers(decoder: nn.Module) -> None:
-    """Has the attention modules of a decoder compute whole rows over a ring, if its type needs it."""
-    name = WHOLE_LAYERS.get(decoder.config.model_type)  # type: ignore[union-attr, arg-type]
+    """Has modules of a decoder compute whole rows over a ring, if its type needs it."""
+    names = WHOLE_LAYERS.get(decoder.config.model_type, ())  # type: ignore[union-attr, arg-type]
     for module in decoder.modules():
-        if name == class_of_transformers(module).__name__:
+        if class_of_transformers(module).__name__ in names:
             module.register_forward_pre_hook(_with_whole_rows, with_kwargs=True)
             module.register_forward_hook(_part_of_whole_rows, with_kwargs=True)
 
 
 def with_whole_mask(now: ForwardPass, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a decoder for this rank's part, with the mask [B, 1, n, n] of whole rows."""
+    """Returns the arguments of a decoder for this rank's part, with the masks [B, 1, n, n] of whole rows."""
     rows, tokens = now.rows, tokens_in(kwargs)
-    assert rows is not None and tokens is not None
+    assert rows is not None and rows.layout is not None and tokens is not None
     weight = next(now.runner.parameters())
     empty = torch.empty(rows.batch, rows.length, 0, dtype=weight.dtype, device=tokens.device)
-    mask = create_masks_for_generate(now.runner.config, empty, mask_of(rows).to(tokens.device), None)
+    masks = create_masks_for_generate(now.runner.config, empty, mask_of(rows).to(tokens.device), None)
+    if isinstance(masks, dict):  # Those of recurrent layers have two dimensions, as padding has.
+        masks = {
+            kind: now.ring.shard(x, rows.layout) if x is not None and x.dim() == 2 else x for kind, x in masks.items()
+        }
     now.attended = True
-    return {**kwargs, "attention_mask": next(iter(mask.values())) if isinstance(mask, dict) else mask, "use_cache": False}
+    return {**kwargs, "attention_mask": masks, "use_cache": False}
 
 
 def _with_whole_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -48,9 +52,7 @@ def _with_whole_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     if now is None or layout is None:
         return (), kwargs
     if now.ring.rank == 0:
-        warn_once(
-            f"{type(module).__name__} needs more than keys: every rank of the ring computes it for whole rows"
-        )
+        warn_once(f"{type(module).__name__} needs more than keys: every rank of the ring computes it for whole rows")
 
     def whole(x: Any) -> Any:
         by_token = isinstance(x, Tensor) and x.dim() in (2, 3) and x.shape[1] == layout.local_len

@@ -50,7 +50,6 @@ _RECURRENT = "all its layers are recurrent: it has no attention to shard"
 #: Model types whose attention or positions depend on more than the interface is given, as running them showed.
 BEYOND_THE_INTERFACE = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "xlstm"), _RECURRENT),
-    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), INDEXER),
     "blt": "it attends from bytes to patches and back, which is cross-attention",
     "fnet": "it mixes all tokens by Fourier transforms, and has no attention",
     "zaya": "convolutions inside its attention mix queries and keys of several tokens, which shards cut apart",
@@ -68,10 +67,15 @@ OWN_ATTENTION = {
     "doge": "it adds a learned mask of its own to the square mask",
     "deepseek_v4": "it attends to compressed keys of several tokens",
     "gpt_neo": _NO_INTERFACE,
+    "qwen4_exp_text": INDEXER,
 }
 
-#: Those of them whose attention modules, by their class, need whole rows over a ring, and not only their keys.
-WHOLE_LAYERS = {"deepseek_v4": "DeepseekV4Attention", "gpt_neo": "GPTNeoSelfAttention"}
+#: Those of them that have modules, of these classes, which need whole rows over a ring, and not only their keys.
+WHOLE_LAYERS = {
+    "deepseek_v4": ("DeepseekV4Attention",),
+    "gpt_neo": ("GPTNeoSelfAttention",),
+    "qwen4_exp_text": ("Qwen4ExpTextAttention", "Qwen4ExpTextGatedDeltaNet", "Qwen4ExpTextPLELayer"),
+}
 
 _COUNTS = "it numbers its tokens by its cache and takes no position_ids"
 
