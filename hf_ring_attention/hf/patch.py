@@ -42,6 +42,7 @@ from .model.config import (
     warn_once,
 )
 from .model.support import check_model, why_own_attention
+from .model.types import INDEXED
 from .model.wrappers import (
     ATTACHMENT,
     attachment_of,
@@ -277,7 +278,8 @@ def _first_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
         return None
     patch_model(model, ring=attachment_of(runner_of(model)).ring)  # The decoder may have been patched before.
     drafts = bool(tokens_skipped(cache_in(kwargs)))  # Transformers has made it for a model that was patched.
-    if settings_of(config) is None and not drafts and not (dist.is_initialized() and dist.get_rank()):
+    takes_one = implementation_of(config) == IMPLEMENTATION and config.model_type not in INDEXED
+    if settings_of(config) is None and takes_one and not drafts and not (dist.is_initialized() and dist.get_rank()):
         warn_once(
             f"a model with attn_implementation={IMPLEMENTATION!r} has no pattern, so it computes exact attention: call "
             f"ra.patch_model(model, pattern), or load it with config=ra.patch_config(config, pattern); 'exact' is a pattern too"

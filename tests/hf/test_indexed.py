@@ -1,20 +1,26 @@
 """Layers that choose their keys: as each document alone in Transformers, whatever the row, the slices and the ranks."""
 
 import contextlib
+import copy
+import io
+import itertools
 import random
 from unittest import mock
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute import chosen
 from hf_ring_attention.hf.layer import indexed
 from hf_ring_attention.hf.model.types import INDEXED
 
-from ..support.probe import BOUNDS, alone, errors, logits_and_gradients, over_ring
+from ..support.probe import BOUNDS, alone, batch, errors, logits_and_gradients, over_ring
 from ..support.ranks import on_ranks
 from ..support.tiny_models import CAUSAL_TYPES, VOCAB, tiny_config, tiny_model
+from ..support.tolerance import distance, gradients_distance
+from .alike import refused
 
 TYPES = [name for name in INDEXED if name in CAUSAL_TYPES]
 #: Their softmax and RoPE are float32, also in models of float64.
@@ -41,7 +47,7 @@ def random_rows(rng):
     for row in range(rows):
         ends = sorted(rng.sample(range(length + 1), min(length + 1, rng.randint(2, 5) if packed else 2)))
         mask[row] = 0
-        for number, (start, stop) in enumerate(zip(ends, ends[1:]), 1):
+        for number, (start, stop) in enumerate(itertools.pairwise(ends), 1):
             mask[row, start:stop] = number
     return {"input_ids": ids, "attention_mask": mask}, ids.masked_fill(mask == 0, -100)
 
@@ -88,13 +94,108 @@ def positions_of(inputs):
     return positions
 
 
-@pytest.mark.parametrize("seeds", [range(40)])
-def test_random_rows(seeds):
-    for seed in seeds:
-        compare(seed)
+@pytest.mark.parametrize("seed", range(12))
+def test_random_rows(seed):
+    compare(seed)
 
 
 @pytest.mark.slow
 def test_500_random_rows():
     for seed in range(1000, 1500):
         compare(seed)
+
+
+WAYS = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("model_type", TYPES)
+def test_generation_is_that_of_transformers_for_each_row_alone(model_type):
+    """With whole and static caches, and over a ring, where each rank computes whole rows."""
+    eager, ids, mask = (
+        tiny_model(model_type, "eager"),
+        batch("left")[0]["input_ids"],
+        torch.ones(2, 20, dtype=torch.int64),
+    )
+    mask[0, :7] = 0
+    alone_ = [eager.generate(row[valid.bool()][None], **WAYS)[0, -6:] for row, valid in zip(ids, mask)]
+
+    def check(model):
+        for options in ({}, {"cache_implementation": "static"}):
+            assert torch.equal(model.generate(ids, attention_mask=mask, **WAYS, **options)[:, -6:], torch.stack(alone_))
+        return True
+
+    check(ra.patch_model(tiny_model(model_type, "eager")))
+    assert all(on_ranks(lambda ring, model: check(model), lambda: tiny_model(model_type, "eager"), 2))
+
+
+def trained(model, inputs, labels):
+    """The loss and the gradients of a checkpointed step."""
+    model.train()
+    model.activation_checkpointing_enable()
+    loss = model(**inputs, labels=labels).loss
+    loss.backward()
+    return loss.detach(), {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+
+
+def step_of_process(rank, model_type, inputs, labels):
+    return trained(ra.patch_model(tiny_model(model_type, "eager"), ring=ra.Ring()), inputs, labels)
+
+
+@pytest.mark.parametrize("model_type", ["glm_moe_dsa", "minimax_m3_vl_text"])
+def test_checkpointed_training_in_processes(ranks, model_type):
+    inputs, labels = batch("packed")
+    loss, gradients = trained(ra.patch_model(tiny_model(model_type, "eager")), inputs, labels)
+    found = ranks.run(step_of_process, 2, model_type, inputs, labels)
+    assert all(abs(x - loss) <= BOUND * loss for x, _ in found)
+    assert gradients_distance({name: sum(x[name] for _, x in found) / 2 for name in gradients}, gradients) <= BOUND
+
+
+def test_adapters_copies_and_other_implementations():
+    model, (inputs, _) = ra.patch_model(tiny_model("deepseek_v32", "eager")), batch("packed")
+    expected = model(**inputs).logits[:].detach()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    with torch.no_grad():
+        for other in (
+            copy.deepcopy(model),
+            torch.load(file, weights_only=False),
+            torch.compile(model, backend="eager"),
+        ):
+            assert distance(other(**inputs).logits[:], expected) == 0
+    adapted = get_peft_model(
+        copy.deepcopy(model), LoraConfig(target_modules=["q_b_proj", "kv_b_proj"], init_lora_weights=False)
+    )
+    gradients = logits_and_gradients(adapted, *batch("packed")).gradients
+    assert all("lora" in name for name in gradients) and len(gradients) == 8
+    stock = tiny_model("deepseek_v32", "sdpa")(**inputs).logits
+    model.set_attn_implementation("sdpa")
+    assert distance(model(**inputs).logits[:], stock) == 0
+
+
+def test_other_layers_have_patterns_and_these_do_not():
+    ids = batch("plain")[0]["input_ids"]
+    make = lambda: tiny_model("minimax_m3_vl_text", "eager")  # noqa: E731
+    expected = ra.patch_model(make(), "window:4+2")(ids).logits[:].detach()
+    assert distance(ra.patch_model(make())(ids).logits[:], expected) > 1e-3
+    for found in on_ranks(lambda ring, model: ra.patch_model(model, "window:4+2")(ids).logits[:].detach(), make, 2):
+        assert distance(found, expected) <= BOUND
+    said = "layers .* choose their keys at run time"
+    refused(said, ra.patch_config, make().config, "window:4", layers=[1])
+    refused(said, ra.patch_model, tiny_model("deepseek_v32", "eager"), "window:4")
+    model = ra.patch_model(make())
+    for call in (ra.PatternCache, ra.prefill, ra.calibrate):
+        refused(
+            "choose their keys at run time",
+            call,
+            model,
+            *([ids] * (call is not ra.PatternCache)),
+            error=NotImplementedError,
+        )
+    refused("choose their keys at run time", ra.estimate, model, 4096)
+    inside = torch.ones_like(ids)
+    inside[0, 5] = 0
+    refused("padding inside a document", model, ids, attention_mask=inside)
+    layer = model.model.layers[1].self_attn
+    refused("outside of its model", layer, torch.zeros(1, 3, 32), (torch.zeros(1, 3, 8),) * 2, None)

@@ -124,9 +124,12 @@ class TypeModels:
         self.implementation, self.dtype = STOCK.get(model_type, ("eager", torch.float64))
 
     @property
+    def text_type(self):
+        return tiny_config(self.model_type).get_text_config().model_type
+
+    @property
     def bound(self):
-        indexed = tiny_config(self.model_type).get_text_config().model_type in INDEXED  # They have float32 inside.
-        return BOUNDS[torch.float32 if indexed else self.dtype]
+        return BOUNDS[torch.float32 if self.text_type in INDEXED else self.dtype]  # They have float32 inside.
 
     def model(self):
         return tiny_model(self.model_type, self.implementation).to(self.dtype)
@@ -149,8 +152,7 @@ class TypeModels:
         So it does rows of hybrid types, some of which let padding into their states, and rows of types that choose their keys.
         """
         inputs, labels = batch(kind)
-        model_type = self.eager.config.get_text_config().model_type
-        one_by_one = kind == "packed" or model_type in (*MIXERS, *INDEXED)
+        one_by_one = kind == "packed" or self.text_type in (*MIXERS, *INDEXED)
         expected = (alone if one_by_one else logits_and_gradients)(self.eager, inputs, labels)
         return errors(logits_and_gradients(self.patched, inputs, labels), expected)
 
@@ -196,7 +198,7 @@ def survey(model_type):
     if refused:
         return entry("supported", False, packed, refused)
     assert refusal(models.on_two_ranks, "counted", "zigzag", "collective") is None
-    if model_type in (*OWN_ATTENTION, *OWN_ATTENTION_OVER_RINGS):
+    if models.text_type in (*OWN_ATTENTION, *OWN_ATTENTION_OVER_RINGS):
         return entry("supported", True, False, "")
     assert packed
     assert refusal(models.on_two_ranks, "packed", "contiguous", "collective") is None

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...hf.model.config import settings_of
-from ...hf.model.support import check_predicts_next
+from ...hf.model.support import check_predicts_next, why_no_pattern
 from ...hf.model.wrappers import attachment_of, tensor_parallel_mesh, whole_model
 from ...hf.names import IMPLEMENTATION
 from ...hf.patch import patch_model
@@ -112,6 +112,8 @@ def calibrate(
     served = ring or attachment_of(inner).ring or Ring.alone()
     with served.agreement("calibrate") as call:
         check_predicts_next(inner, "calibrate")
+        if refused := why_no_pattern(inner.config.get_text_config()):
+            raise NotImplementedError(f"calibrate: {type(inner).__name__} computes no patterns: {refused}")
         mesh = tensor_parallel_mesh(inner)
         if mesh is not None:
             raise ValueError(

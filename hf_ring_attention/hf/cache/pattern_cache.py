@@ -16,8 +16,9 @@ from ...plan.layouts import SequenceLayout
 from ...ring.operator import UNTRACEABLE
 from ..forward_pass import ForwardPass, running
 from ..model.config import patterns_of, warn_once
-from ..model.types import INDEXED, OTHER_CACHES
-from ..model.wrappers import attachment_of, runner_of, whole_model
+from ..model.support import why_no_pattern
+from ..model.types import OTHER_CACHES
+from ..model.wrappers import attachment_of, whole_model
 from ..names import IMPLEMENTATION
 from .every_row import why_every_row
 from .kept_rows import Arrival, Shared
@@ -360,10 +361,8 @@ _update_at_a_break = torch.compiler.disable(_update, reason=UNTRACEABLE)
 
 def why_refused(model: Any) -> str | None:
     """Returns why no `PatternCache` serves a model; None if one does."""
-    if attachment_of(runner_of(model)).own_attention:
-        return "it keeps its own attention"
-    if model.config.get_text_config().model_type in INDEXED:
-        return "it chooses its keys at run time"
+    if refused := why_no_pattern(model.config.get_text_config(), attachment_of(model).own_attention):
+        return refused
     inside = state_inside(model)
     return f"{inside} keeps its state in the model" if inside else OTHER_CACHES.get(model.config.model_type)
 

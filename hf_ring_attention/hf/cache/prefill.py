@@ -15,7 +15,7 @@ from ...plan.kept import keeps_all
 from ...ring.ring import Ring
 from ..forward_pass import running, running_with
 from ..model.config import layer_pattern, patterns_of, warn_once
-from ..model.types import INDEXED
+from ..model.support import why_no_pattern
 from ..model.wrappers import attachment_of, cache_argument, evaluating, takes, whole_model
 from ..names import IMPLEMENTATION
 from .every_row import why_every_row
@@ -116,7 +116,7 @@ def cache_for_generate(model: PreTrainedModel, drafts: bool = False, caller: str
     exact = any(x is config for x in running().exact)
     if implementation_of(config) != IMPLEMENTATION or exact:
         return None
-    if config.model_type in INDEXED:
+    if why_no_pattern(config) is not None:
         return None
     if refused := why_refused(model):
         warn_once(f"{caller} keeps all rows of {name}: {refused}", logging.INFO)

@@ -99,7 +99,10 @@ class IndexerInSlices:
         self.heads = int(self.module.num_heads if self.block else self.module.n_heads)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> IndexerInSlices:
-        return IndexerInSlices(copy.deepcopy(self.module, memo), copy.deepcopy(self.attention, memo))
+        copied = copy.copy(self)
+        memo[id(self)] = copied
+        copied.module, copied.attention = copy.deepcopy((self.module, self.attention), memo)
+        return copied
 
     @torch.no_grad()
     @torch.compiler.disable(reason=UNTRACEABLE)

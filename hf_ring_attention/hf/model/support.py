@@ -83,6 +83,13 @@ def why_own_attention(config: PretrainedConfig, sharded: bool) -> str | None:
     return None if sees_later else OWN_ATTENTION.get(config.model_type)
 
 
+def why_no_pattern(config: PretrainedConfig, sharded: bool = False) -> str | None:
+    """Returns why layers of a text model compute no pattern, so that nothing can choose one; None if all may have one."""
+    if config.model_type in INDEXED:
+        return "its layers choose their keys at run time"
+    return why_own_attention(config, sharded)
+
+
 def class_name(config: PretrainedConfig | None) -> str:
     """Returns the name of the class of a config's model, or of the config itself if the class is unknown."""
     if config is None:
