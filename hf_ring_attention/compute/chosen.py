@@ -71,6 +71,13 @@ class _ChosenRows(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, scale: float, gathered: bool
     ) -> Tensor:
+        ctx.by_triton = gathered and _by_triton(q, k, v)
+        if ctx.by_triton:
+            from .fused import chosen as by_triton
+
+            q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+            out, lse = by_triton.forward(q, k, v, indices, scale)
+            return _ChosenRows._save(ctx, (q, k, v, sinks, indices), out, lse, (scale, gathered))
         by_group = _by_group(q, k)
         out = by_group.new_empty(*by_group.shape[:-1], v.shape[-1])
         lse = out.new_empty(out.shape[:-1], dtype=accumulation_dtype(q.dtype))
@@ -80,11 +87,17 @@ class _ChosenRows(torch.autograd.Function):
             weights = torch.exp(scores - of_slice.nan_to_num(neginf=0.0)[..., None])
             lse[..., part.queries] = of_slice
             out[..., part.queries, :] = torch.einsum(f"bhgst,{part.axes}e->bhgse", weights, part.values.to(lse.dtype))
-        out, lse = out.flatten(1, 2), lse.flatten(1, 2)
-        if sinks is not None:
-            out, lse = add_sinks(out, lse, sinks)
-        ctx.save_for_backward(q, k, v, sinks, indices, out, lse)
-        ctx.constants = scale, gathered
+        return _ChosenRows._save(
+            ctx, (q, k, v, sinks, indices), out.flatten(1, 2), lse.flatten(1, 2), (scale, gathered)
+        )
+
+    @staticmethod
+    def _save(ctx: Any, inputs: Any, out: Tensor, lse: Tensor, constants: tuple[float, bool]) -> Tensor:
+        """Returns out with sinks, and keeps what backward needs."""
+        if inputs[3] is not None:
+            out, lse = add_sinks(out, lse, inputs[3])
+        ctx.save_for_backward(*inputs, out, lse)
+        ctx.constants = constants
         return out
 
     @staticmethod
@@ -92,6 +105,13 @@ class _ChosenRows(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> Any:
         q, k, v, sinks, indices, out, lse = ctx.saved_tensors
         scale, gathered = ctx.constants
+        of_sinks = None if sinks is None else sinks_grad(dout, out, lse, sinks)
+        if ctx.by_triton:
+            from .fused import chosen as by_triton
+
+            delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+            dq, dk, dv = by_triton.backward(q, k, v, indices, dout.contiguous(), lse, delta, scale)
+            return dq, dk.to(k.dtype), dv.to(v.dtype), of_sinks, None, None, None
         with without_autocast(q):
             delta = _by_group((dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1, keepdim=True), k)
             by_group, dout_by_group, lse_by_group = _by_group(q, k), _by_group(dout, k), _by_group(lse[..., None], k)
@@ -110,8 +130,16 @@ class _ChosenRows(torch.autograd.Function):
                     total.index_put_(part.places, of_slice, accumulate=True) if gathered else total[part.places].add_(
                         of_slice
                     )
-            of_sinks = None if sinks is None else sinks_grad(dout, out, lse, sinks)
         return dq.flatten(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), of_sinks, None, None, None
+
+
+def _by_triton(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Returns whether Triton's kernels compute this; they add gradients up in any order."""
+    if torch.are_deterministic_algorithms_enabled():
+        return False
+    from .fused.chosen import is_right
+
+    return is_right(q.device, q.dtype, q.shape[1] // k.shape[1], k.shape[3], v.shape[3])
 
 
 def _by_group(x: Tensor, k: Tensor) -> Tensor:

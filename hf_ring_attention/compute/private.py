@@ -60,7 +60,11 @@ PROBED: dict[str, dict[str, tuple[str, ...]]] = {
     "torch.gloo": {"torch.distributed.ProcessGroupGloo.Options": ("_timeout",)},
     "torch.compile": {"OptimizedModule": ("_orig_mod",)},
     "transformers": {
-        "transformers.modeling_utils.PreTrainedModel": ("_can_set_attn_implementation", "_is_stateful"),
+        "transformers.modeling_utils.PreTrainedModel": (
+            "_can_set_attn_implementation",
+            "_is_stateful",
+            "_supports_sdpa",
+        ),
         "transformers.modeling_utils.PreTrainedModel._set_gradient_checkpointing": ("_gradient_checkpointing_func",),
         "transformers.configuration_utils.PretrainedConfig": ("_attn_implementation",),
         "transformers.utils.output_capturing": ("_active_collector",),
@@ -239,6 +243,11 @@ def set_implementation_of_parts(model: Any, implementation: Any) -> None:
     """Sets the attention implementation of a model and its parts; Transformers refuses classes whose source it cannot read."""
     if model._can_set_attn_implementation():
         model.set_attn_implementation(implementation)
+
+
+def supports_sdpa(model: Any) -> bool:
+    """Returns whether a model computes attention by torch's function of it, too."""
+    return bool(model._supports_sdpa)
 
 
 def is_stateful(model_class: Any) -> bool:

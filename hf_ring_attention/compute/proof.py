@@ -181,7 +181,10 @@ def _compared(
     faults, factor = [], FACTOR if dtype.itemsize == 2 else FLOAT32_FACTOR
     for name, x, y, rough, right in zip(("out", "dq", "dk", "dv", "lse"), found, added, plain, expected, strict=True):
         rounding = torch.finfo(dtype).eps / (64 if name == "lse" else 1)
-        error, bound = max(_error(x, right), _error(y, right)), factor * (_error(rough, right) + rounding)
+        error, bound = (
+            max(largest_error(x, right), largest_error(y, right)),
+            factor * (largest_error(rough, right) + rounding),
+        )
         if not error <= bound:
             faults.append(f"{name} is {error:.1e} off, of at most {bound:.1e}")
     return ", ".join(faults) or None
@@ -214,7 +217,7 @@ def _plain(dtype: torch.dtype, inputs: list[Tensor], seen: Tensor, scale: float,
     return [out, ds @ k, dk, dv, lse]
 
 
-def _error(x: Tensor, right: Tensor) -> float:
+def largest_error(x: Tensor, right: Tensor) -> float:
     """Returns the largest error of a row, relative to the root mean square of all rows; infinite for NaN."""
     nowhere = torch.isneginf(right)  # the lse of padding
     if not torch.equal(torch.isneginf(x), nowhere):

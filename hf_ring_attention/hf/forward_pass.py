@@ -62,6 +62,15 @@ class WholeRows:
         """Whether a row holds several documents."""
         return self.documents is not None and any(len(row) > 1 for row in self.documents)
 
+    @property
+    def mask(self) -> Tensor:
+        """The mask [B, n] of the tokens that belong to a document."""
+        mask = torch.zeros(self.batch, self.length, dtype=torch.int64)
+        for row, spans in enumerate(self.documents or ()):
+            for start, stop in spans:
+                mask[row, start:stop] = 1
+        return mask
+
 
 @dataclass
 class ForwardPass:

@@ -17,6 +17,7 @@ from ..compute.private import (
     remove_hooks,
     set_implementation,
     set_implementation_of_parts,
+    supports_sdpa,
 )
 from ..hybrids.models import attach_mixers, checked_mixers
 from ..plan.branches import check_choice
@@ -212,7 +213,7 @@ def _keep_attention(model: PreTrainedModel, pattern: Any, reason: str) -> None:
     if not has_only_exact_attention(config) or pattern not in (None, "exact", Pattern.exact()):
         raise NotImplementedError(f"{name} computes no pattern: {reason}: leave the pattern out, for exact attention")
     if implementation_of(config) == IMPLEMENTATION:
-        set_implementation(config, "sdpa" if model._supports_sdpa else "eager")
+        set_implementation(config, "sdpa" if supports_sdpa(model) else "eager")
     if implementation_of(config) not in ("eager", "sdpa"):
         raise ValueError(
             f"{name} keeps its own attention ({reason}), and {implementation_of(config)!r} was not tested for it: call "

@@ -135,7 +135,13 @@ def test_supported_types_have_all_kinds_of_layers_that_their_configs_know():
     for model in (x for x in KNOWN.values() if x.status == "supported" and x.model_type in CONFIG_MAPPING):
         config = tiny_config(model.model_type).get_text_config()
         source = inspect.getsource(inspect.getmodule(type(config)))
-        kinds = {*ALLOWED_LAYER_TYPES} - {*LAYER_TYPES, *MIXER_LAYERS, "sparse", "dense"}  # "sparse" MLPs have experts.
+        kinds = {*ALLOWED_LAYER_TYPES} - {
+            *LAYER_TYPES,
+            *MIXER_LAYERS,
+            "sparse",
+            "dense",
+            "moe",
+        }  # "sparse" and "moe" are MLPs.
         assert {kind for kind in kinds if f'"{kind}"' in source} <= {*(getattr(config, "layer_types", None) or ())}, (
             model
         )

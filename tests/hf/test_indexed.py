@@ -56,7 +56,7 @@ def random_rows(rng):
 def slices_of(rng):
     """Slices of few queries, and either way to attend."""
     size, cost = rng.choice([1, 500, 4000, 1 << 26]), rng.choice([0, 32, 1 << 20])
-    few = mock.patch.object(indexed, "SLICE_BYTES", size), mock.patch.object(chosen, "SLICE_BYTES_OF_CPUS", size)
+    few = mock.patch.object(indexed, "SCORES_BYTES", size), mock.patch.object(chosen, "SLICE_BYTES_OF_CPUS", size)
     with few[0], few[1], mock.patch.object(chosen, "GATHERED_COST", cost):
         yield
 

@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hf_ring_attention.compute.fused import backward_kernels, kernels
+from hf_ring_attention.compute.fused import backward_kernels, chosen, chosen_kernels, kernels
 from hf_ring_attention.compute.fused.choice import settings_for
 from hf_ring_attention.compute.fused.tiles import padded_width
 
@@ -31,8 +31,9 @@ TARGETS = {
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64),
 }
 KERNELS = {"forward": kernels.forward_kernel, "dq": backward_kernels.dq_kernel, "dkdv": backward_kernels.dkdv_kernel}
+CHOSEN = {"chosen": chosen_kernels.chosen_forward_kernel, "chosen back": chosen_kernels.chosen_backward_kernel}
 _FLOATS = {"LSE", "DELTA", "PARTS"}
-_NUMBERS = {"ITEMS", "REFERENCES", "TILES"}
+_NUMBERS = {"ITEMS", "REFERENCES", "TILES", "INDEX"}
 
 
 def compiled(target, name, setting, width, value_width, resume=False, dtype=torch.bfloat16, heads=4):
@@ -60,6 +61,24 @@ def compiled(target, name, setting, width, value_width, resume=False, dtype=torc
     source = ASTSource(fn=KERNELS[name], signature=signature, constexprs=values, attrs=attributes)
     options = {"num_warps": setting.warps, "num_stages": setting.stages}
     return triton.compile(source, target=gpu, options=options)
+
+
+def compiled_chosen(target, name, width, value_width, group):
+    """A kernel of chosen rows for tensors of bfloat16."""
+    setting = chosen.FORWARD_BLOCK if name == "chosen" else chosen.BACKWARD_BLOCK
+    constants = {"KV_HEADS": 4, "GROUP": group, "ROWS": padded_width(group), "BLOCK_N": setting[0]}
+    constants |= {"D": width, "BLOCK_D": padded_width(width), "DV": value_width, "BLOCK_DV": padded_width(value_width)}
+    kernel, signature, attributes = CHOSEN[name], {}, {}
+    for number, argument in enumerate(kernel.arg_names):
+        kind = "*i32" if argument in _NUMBERS else "*fp32" if argument in {*_FLOATS, "DK", "DV_"} else "*bf16"
+        kind = kind if argument.isupper() or argument == "DV_" else "fp32" if argument == "scale" else "i32"
+        signature[argument] = "constexpr" if argument in constants else kind
+        if argument not in constants and kind != "fp32" and not kernel.params[number].do_not_specialize:
+            attributes[(number,)] = [["tt.divisibility", 16]]
+    values = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
+    options = {"num_warps": chosen.WARPS, "num_stages": setting[1]}
+    return triton.compile(source, target=TARGETS[target][0], options=options)
 
 
 def settings_of(target, name, width, few):
@@ -95,6 +114,11 @@ def main():
     """Compiles what the arguments name: target, kernel, widths of keys and values, kind of launch, and adding or not."""
     for wanted in sys.argv[1:]:
         target, name, width, value_width, few, resume = wanted.split(",")
+        if name in CHOSEN:
+            kernel = compiled_chosen(target, name, int(width), int(value_width), int(few))
+            general = [p.name for p in CHOSEN[name].params if p.do_not_specialize]
+            print(json.dumps({"wanted": wanted, "general": general, **facts(kernel, target)}), flush=True)
+            continue
         setting = settings_of(target, name, max(int(width), int(value_width)), few)
         kernel = compiled(target, name, setting, int(width), int(value_width), resume == "1")
         general = [p.name for p in KERNELS[name].params if p.do_not_specialize]

@@ -158,7 +158,7 @@ def _new(x: Tensor, width: int, dtype: torch.dtype) -> Tensor:
 _INTERPRETER = threading.Lock()
 
 
-def _on_device(x: Tensor) -> AbstractContextManager[Any]:
+def on_device(x: Tensor) -> AbstractContextManager[Any]:
     """Returns a context in which Triton launches on the device of x."""
     return torch.cuda.device(x.device) if x.is_cuda else _INTERPRETER
 
@@ -184,7 +184,7 @@ def _launch(
 
 def _start(function: Any, items: Tensor, arguments: tuple[Any, ...], **options: Any) -> None:
     """Starts a program for each item."""
-    with _on_device(items):
+    with on_device(items):
         function[(len(items),)](*arguments, **options)
 
 

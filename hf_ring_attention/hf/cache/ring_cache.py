@@ -21,7 +21,6 @@ from ..forward_pass import ForwardPass, forward_pass_of
 from ..model.config import warn_once
 from ..model.types import INDEXED_LAYERS, WHOLE_LAYERS
 from ..model.wrappers import attachment_of, by_name, cache_in, cache_names, takes
-from ..rows.documents import mask_of
 
 
 class RingCache(Cache):
@@ -68,7 +67,7 @@ def in_ring_cache(now: ForwardPass, kwargs: dict[str, Any]) -> dict[str, Any]:
     now.ring_cache = RingCache(now, rows.layout)
     kwargs |= {
         "use_cache": True,
-        "attention_mask": mask_of(rows).to(positions.device),
+        "attention_mask": rows.mask.to(positions.device),
         _argument(now.runner): now.ring_cache,
     }
     return {**kwargs, "position_ids": positions} if takes(now.runner, "position_ids") else kwargs

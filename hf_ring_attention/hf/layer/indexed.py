@@ -29,7 +29,7 @@ from .masks import Tokens, tokens_of
 CHOICES = "indices", "block_indices"
 
 #: The bytes of a slice's scores, of all index heads.
-SLICE_BYTES = 64 << 20
+SCORES_BYTES = 64 << 20
 
 
 class _Stretch(NamedTuple):
@@ -133,10 +133,10 @@ class IndexerInSlices:
         hidden, device = given["hidden_states"], keys.device
         for numbers, start, stop, place, position, length in _stretches(tokens, hidden, keys.shape[1], now):
             rows, of_document = torch.tensor(numbers, device=device), _IndexKeys(keys[numbers, start:stop])
-            step = max(1, SLICE_BYTES // (4 * len(rows) * self.heads * (stop - start)))
+            step = max(1, SCORES_BYTES // (4 * len(rows) * self.heads * (stop - start)))
             for first in range(0, length, step):
                 places = torch.arange(first, min(length, first + step), device=device)
-                of_slice = _part(given, rows, place + places, hidden.shape)
+                of_slice = _at_places(given, rows, place + places, hidden.shape)
                 chosen = self._chosen(of_slice, of_document, position - start + places, stop - start)
                 yield rows, place + places, torch.where(chosen < 0, -1, chosen + start)
 
@@ -154,7 +154,7 @@ class IndexerInSlices:
     def _keys(self, given: dict[str, Any], now: ForwardPass) -> Tensor:
         """Returns the index keys [B, n, D] of whole rows, with those in the cache."""
         hidden, cache, noted = given["hidden_states"], cache_in(given), []
-        step = max(1, SLICE_BYTES // (4 * len(hidden) * self.heads * self.module.head_dim))
+        step = max(1, SCORES_BYTES // (4 * len(hidden) * self.heads * self.module.head_dim))
         rows = torch.arange(len(hidden), device=hidden.device)
         for first in range(0, hidden.shape[1], step):
             places, of_slice = (
@@ -162,7 +162,7 @@ class IndexerInSlices:
                 _IndexKeys(),
             )
             try:
-                self._run(_part(given, rows, places, hidden.shape), of_slice)
+                self._run(_at_places(given, rows, places, hidden.shape), of_slice)
             except _Seen:
                 noted.append(cast(Tensor, of_slice.keys))
         keys = torch.cat(noted, 1)
@@ -178,7 +178,7 @@ class IndexerInSlices:
         return cast(Tensor, own(self.module, **{**given, cache_names(own)[0]: keys}))
 
 
-def _part(given: dict[str, Any], rows: Tensor, places: Tensor, shape: torch.Size) -> dict[str, Any]:
+def _at_places(given: dict[str, Any], rows: Tensor, places: Tensor, shape: torch.Size) -> dict[str, Any]:
     """Returns the arguments of an indexer for the tokens at these places of these batch rows."""
 
     def part(x: Any) -> Any:

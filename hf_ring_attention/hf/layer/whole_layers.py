@@ -18,7 +18,6 @@ from ..forward_pass import ForwardPass, forward_pass_of
 from ..model.config import warn_once
 from ..model.types import WHOLE_LAYERS
 from ..model.wrappers import by_name, cache_names, class_of_transformers, tokens_in
-from ..rows.documents import mask_of
 
 
 def attach_whole_layers(decoder: nn.Module) -> None:
@@ -36,7 +35,7 @@ def with_whole_mask(now: ForwardPass, kwargs: dict[str, Any]) -> dict[str, Any]:
     assert rows is not None and rows.layout is not None and tokens is not None
     weight = next(now.runner.parameters())
     empty = torch.empty(rows.batch, rows.length, 0, dtype=weight.dtype, device=tokens.device)
-    masks = create_masks_for_generate(now.runner.config, empty, mask_of(rows).to(tokens.device), None)
+    masks = create_masks_for_generate(now.runner.config, empty, rows.mask.to(tokens.device), None)
     if isinstance(masks, dict):  # Those of recurrent layers have two dimensions, as padding has.
         masks = {
             kind: now.ring.shard(x, rows.layout) if x is not None and x.dim() == 2 else x for kind, x in masks.items()

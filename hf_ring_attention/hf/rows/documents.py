@@ -34,15 +34,6 @@ def documents_from_mask(mask: Tensor) -> Documents:
     return tuple(documents)
 
 
-def mask_of(rows: WholeRows) -> Tensor:
-    """Returns the mask [B, n] of rows of one document each: 0 for padding, 1 for tokens."""
-    mask = torch.zeros(rows.batch, rows.length, dtype=torch.int64)
-    for row, spans in enumerate(rows.documents or ()):
-        for start, stop in spans:
-            mask[row, start:stop] = 1
-    return mask
-
-
 def rows_of_call(runner: nn.Module, tokens: Tensor, arguments: Mapping[str, Any], divided: bool = False) -> WholeRows:
     """Returns the rows of a call without a cache; without documents if only the mask describes whole rows.
 
