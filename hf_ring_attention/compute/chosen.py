@@ -1,37 +1,31 @@
 """Attention to chosen rows: each query attends to the keys whose numbers it is given.
 
-It goes through slices of queries. Either the chosen keys of each query are gathered, or a slice's scores of all keys up to the
-last chosen one are formed under a mask. So neither scores nor masks of all queries ever exist. Backward forms them again from
-the choice, the output and the log-sum-exp (FlashAttention, arXiv 2205.14135).
+It goes through slices of queries. Either the chosen keys of each query are gathered, or a slice attends, under a mask, to all
+keys up to the last chosen one. So neither scores nor masks of all queries ever exist. Backward forms them again from the
+choice, the output and the log-sum-exp (FlashAttention, arXiv 2205.14135).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..plan.kernel_choice import TileKinds
+from .bands import Masked
+from .kernel import Saved
+from .kernels import choose_kernel
 from .merge import accumulation_dtype, add_sinks, sinks_grad, without_autocast
 
-#: The bytes of a slice's scores, or of its gathered keys and values: on CPUs few, as their caches hold them.
+#: The bytes of a slice's mask, or of its gathered keys and values: on CPUs few, as their caches hold them.
 SLICE_BYTES, SLICE_BYTES_OF_CPUS = 256 << 20, 16 << 20
 
-#: A gathered key costs about as much as this many keys under a mask do for one query head (recipes/bench/chosen.py).
-GATHERED_COST = 32
-
-
-class _Slice(NamedTuple):
-    """Keys and values of a slice of queries: [B, Hkv, t, D] for all of them, or gathered, [B, Hkv, s, t, D]."""
-
-    queries: slice
-    keys: Tensor
-    values: Tensor
-    visible: Tensor  # [B or 1, Hkv or 1, 1, s, t]
-    places: tuple[Any, ...]  # of these keys in those of the row
-    axes: str  # of keys and values, before their width
+#: A gathered key costs about as much as this many keys under a mask do for one query head: 27 to 74 on a CPU
+#: (`python -m tests.chosen_times`).
+GATHERED_COST = 48
 
 
 def gathers(num_chosen: int, num_keys: int, group: int) -> bool:
@@ -71,108 +65,134 @@ class _ChosenRows(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, scale: float, gathered: bool
     ) -> Tensor:
-        ctx.by_triton = gathered and _by_triton(q, k, v)
-        if ctx.by_triton:
-            from .fused import chosen as by_triton
-
-            q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-            out, lse = by_triton.forward(q, k, v, indices, scale)
-            return _ChosenRows._save(ctx, (q, k, v, sinks, indices), out, lse, (scale, gathered))
-        by_group = _by_group(q, k)
-        out = by_group.new_empty(*by_group.shape[:-1], v.shape[-1])
-        lse = out.new_empty(out.shape[:-1], dtype=accumulation_dtype(q.dtype))
-        for part in _slices(by_group, k, v, indices, gathered):
-            scores = _scores(by_group, part, scale)
-            of_slice = torch.logsumexp(scores, -1)
-            weights = torch.exp(scores - of_slice.nan_to_num(neginf=0.0)[..., None])
-            lse[..., part.queries] = of_slice
-            out[..., part.queries, :] = torch.einsum(f"bhgst,{part.axes}e->bhgse", weights, part.values.to(lse.dtype))
-        return _ChosenRows._save(
-            ctx, (q, k, v, sinks, indices), out.flatten(1, 2), lse.flatten(1, 2), (scale, gathered)
-        )
-
-    @staticmethod
-    def _save(ctx: Any, inputs: Any, out: Tensor, lse: Tensor, constants: tuple[float, bool]) -> Tensor:
-        """Returns out with sinks, and keeps what backward needs."""
-        if inputs[3] is not None:
-            out, lse = add_sinks(out, lse, inputs[3])
-        ctx.save_for_backward(*inputs, out, lse)
-        ctx.constants = constants
+        ctx.scale, ctx.way = scale, _gathering_way(q, k, v) if gathered else _UnderMasks
+        out, lse = ctx.way.forward(q, k, v, indices, scale)
+        if sinks is not None:
+            out, lse = add_sinks(out, lse, sinks)
+        ctx.save_for_backward(q, k, v, sinks, indices, out, lse)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> Any:
         q, k, v, sinks, indices, out, lse = ctx.saved_tensors
-        scale, gathered = ctx.constants
         of_sinks = None if sinks is None else sinks_grad(dout, out, lse, sinks)
-        if ctx.by_triton:
-            from .fused import chosen as by_triton
-
-            delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-            dq, dk, dv = by_triton.backward(q, k, v, indices, dout.contiguous(), lse, delta, scale)
-            return dq, dk.to(k.dtype), dv.to(v.dtype), of_sinks, None, None, None
         with without_autocast(q):
-            delta = _by_group((dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1, keepdim=True), k)
-            by_group, dout_by_group, lse_by_group = _by_group(q, k), _by_group(dout, k), _by_group(lse[..., None], k)
-            dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (by_group, k, v))
-            for part in _slices(by_group, k, v, indices, gathered):
-                s, axes = part.queries, part.axes
-                of_slice = lse_by_group[..., s, :].nan_to_num(neginf=0.0)
-                weights = torch.exp(_scores(by_group, part, scale) - of_slice)
-                grads = dout_by_group[..., s, :].to(lse.dtype)
-                of_values = torch.einsum(f"bhgst,bhgse->{axes}e", weights, grads)
-                of_scores = torch.einsum(f"bhgse,{axes}e->bhgst", grads, part.values.to(lse.dtype))
-                of_scores = of_scores.sub_(delta[..., s, :]).mul_(weights).mul_(scale)
-                dq[..., s, :] = torch.einsum(f"bhgst,{axes}d->bhgsd", of_scores, part.keys.to(lse.dtype))
-                of_keys = torch.einsum(f"bhgst,bhgsd->{axes}d", of_scores, by_group[..., s, :].to(lse.dtype))
-                for total, of_slice in ((dk, of_keys), (dv, of_values)):
-                    total.index_put_(part.places, of_slice, accumulate=True) if gathered else total[part.places].add_(
-                        of_slice
-                    )
-        return dq.flatten(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), of_sinks, None, None, None
+            dq, dk, dv = ctx.way.backward(indices, dout, Saved(q, k, v, out, lse), ctx.scale)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), of_sinks, None, None, None
 
 
-def _by_triton(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Returns whether Triton's kernels compute this; they add gradients up in any order."""
-    if torch.are_deterministic_algorithms_enabled():
-        return False
-    from .fused.chosen import is_right
+def _gathering_way(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    """Returns Triton's kernels if they compute this; they add gradients up in any order."""
+    from .fused import chosen as by_triton
 
-    return is_right(q.device, q.dtype, q.shape[1] // k.shape[1], k.shape[3], v.shape[3])
+    sizes = q.shape[1] // k.shape[1], k.shape[3], v.shape[3]
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return _Gathered if deterministic or not by_triton.is_right(q.device, q.dtype, *sizes) else by_triton
+
+
+def _slices(m: int, bytes_of_query: int, is_cuda: bool) -> Iterator[slice]:
+    rows = max(1, (SLICE_BYTES if is_cuda else SLICE_BYTES_OF_CPUS) // bytes_of_query)
+    return (slice(start, min(m, start + rows)) for start in range(0, m, rows))
+
+
+class _Gathered:
+    """Gathers keys and values [B, Hkv, queries, chosen, D]."""
+
+    @staticmethod
+    def _parts(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float) -> Iterator[tuple[Any, ...]]:
+        """Yields slices: the queries, the places of their keys, keys, values and scores [B, Hkv, G, queries, chosen]."""
+        batch, kv_heads, dtype = q.shape[0], k.shape[1], accumulation_dtype(q.dtype)
+        rows, heads = (torch.arange(n, device=k.device) for n in (batch, kv_heads))
+        widths = k.shape[3] + v.shape[3] + q.shape[1] // kv_heads
+        size = batch * kv_heads * indices.shape[3] * widths * dtype.itemsize
+        for queries in _slices(q.shape[2], size, q.is_cuda):
+            chosen = indices[:, :, queries]
+            places = rows[:, None, None, None], heads[None, :, None, None], chosen.long().clamp_min(0)
+            keys, values, of_slice = (x.to(dtype) for x in (k[places], v[places], _by_group(q[:, :, queries], k)))
+            scores = torch.einsum("bhgsd,bhstd->bhgst", of_slice, keys).mul_(scale)
+            yield queries, places, keys, values, scores.masked_fill_((chosen < 0)[:, :, None], -torch.inf)
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        out = q.new_empty(*q.shape[:3], v.shape[3])
+        lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+        for queries, _, _, values, scores in _Gathered._parts(q, k, v, indices, scale):
+            of_slice = torch.logsumexp(scores, -1)
+            weights = torch.exp(scores - of_slice.nan_to_num(neginf=0.0)[..., None])
+            lse[:, :, queries] = of_slice.flatten(1, 2)
+            out[:, :, queries] = torch.einsum("bhgst,bhste->bhgse", weights, values).flatten(1, 2)
+        return out, lse
+
+    @staticmethod
+    def backward(indices: Tensor, dout: Tensor, saved: Saved, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, lse = saved
+        delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+        dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
+        for queries, places, keys, values, scores in _Gathered._parts(q, k, v, indices, scale):
+            of_slice, grads, less, sums = (
+                _by_group(x[:, :, queries].to(lse.dtype), k) for x in (q, dout, delta, lse.nan_to_num(neginf=0.0))
+            )
+            weights = scores.sub_(sums[..., None]).exp_()
+            of_scores = (
+                torch.einsum("bhgse,bhste->bhgst", grads, values).sub_(less[..., None]).mul_(weights).mul_(scale)
+            )
+            dq[:, :, queries] = torch.einsum("bhgst,bhstd->bhgsd", of_scores, keys).flatten(1, 2)
+            dk.index_put_(places, torch.einsum("bhgst,bhgsd->bhstd", of_scores, of_slice), accumulate=True)
+            dv.index_put_(places, torch.einsum("bhgst,bhgse->bhste", weights, grads), accumulate=True)
+        return dq, dk, dv
+
+
+class _UnderMasks:
+    """Has a kernel that takes masks attend to all keys up to the last chosen one."""
+
+    @staticmethod
+    def _parts(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> Iterator[tuple[Any, ...]]:
+        """Yields slices: the queries, how many keys they attend to, the mask, and which queries see none."""
+        group, n = q.shape[1] // k.shape[1], k.shape[2]
+        for queries in _slices(q.shape[2], indices.shape[0] * indices.shape[1] * n * q.element_size(), q.is_cuda):
+            chosen = indices[:, :, queries]
+            limit = max(1, int(chosen.amax()) + 1)
+            hidden = chosen.new_ones(*chosen.shape[:3], limit + 1, dtype=torch.bool)
+            hidden = hidden.scatter_(-1, chosen.long().where(chosen >= 0, limit), False)[..., :limit]
+            blind = hidden.all(-1, keepdim=True)
+            mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden & ~blind, -torch.inf)
+            if mask.shape[1] > 1:
+                mask, blind = (x.repeat_interleave(group, 1) for x in (mask, blind))
+            yield queries, limit, mask, blind
+
+    @staticmethod
+    def _kernel(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        setting = "auto" if not q.is_cuda else "math" if q.dtype == torch.float64 else "efficient"
+        return choose_kernel(q.device, q.dtype, k.shape[3], v.shape[3], None, setting, TileKinds(few_queries=True))
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        kernel, out = _UnderMasks._kernel(q, k, v), q.new_empty(*q.shape[:3], v.shape[3])
+        lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+        for queries, limit, mask, blind in _UnderMasks._parts(q, k, v, indices):
+            call = Masked(False, scale, mask)
+            of_slice, sums = kernel.forward_masked(q[:, :, queries], k[:, :, :limit], v[:, :, :limit], call)
+            out[:, :, queries], lse[:, :, queries] = of_slice, sums
+            out[:, :, queries].masked_fill_(blind, 0)
+            lse[:, :, queries].masked_fill_(blind[..., 0], -torch.inf)
+        return out, lse
+
+    @staticmethod
+    def backward(indices: Tensor, dout: Tensor, saved: Saved, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, lse = saved
+        kernel = _UnderMasks._kernel(q, k, v)
+        dq, (dk, dv) = torch.empty_like(q), (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
+        for queries, limit, mask, blind in _UnderMasks._parts(q, k, v, indices):
+            sums = lse[:, :, queries].masked_fill(blind[..., 0], torch.inf)
+            of_slice = Saved(q[:, :, queries], k[:, :, :limit], v[:, :, :limit], out[:, :, queries], sums)
+            found = kernel.backward_masked(dout[:, :, queries], of_slice, Masked(False, scale, mask))
+            dq[:, :, queries] = found[0]
+            dk[:, :, :limit] += found[1]
+            dv[:, :, :limit] += found[2]
+        return dq, dk, dv
 
 
 def _by_group(x: Tensor, k: Tensor) -> Tensor:
     """Returns x [B, H, ...] as [B, Hkv, queries of a key/value head, ...]."""
     return x.unflatten(1, (k.shape[1], -1))
-
-
-def _scores(q: Tensor, part: _Slice, scale: float) -> Tensor:
-    """Returns the scores [B, Hkv, G, s, t] of a slice, -inf for keys that are not chosen."""
-    dtype = accumulation_dtype(q.dtype)
-    scores = torch.einsum(f"bhgsd,{part.axes}d->bhgst", q[..., part.queries, :].to(dtype), part.keys.to(dtype))
-    return scores.mul_(scale).masked_fill_(~part.visible, -torch.inf)
-
-
-def _slices(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, gathered: bool) -> Iterator[_Slice]:
-    """Yields the slices of q [B, Hkv, G, m, D]."""
-    batch, heads, group, m, _ = q.shape
-    size, most = accumulation_dtype(q.dtype).itemsize, SLICE_BYTES if q.is_cuda else SLICE_BYTES_OF_CPUS
-    rows, of_heads = (torch.arange(n, device=k.device) for n in (batch, heads))
-    start = 0
-    while start < m:
-        if gathered:
-            widths = indices.shape[-1] * (k.shape[-1] + v.shape[-1] + group)
-        else:  # The keys of a later slice may be more; its scores then take more bytes.
-            widths = group * max(1, min(k.shape[2], int(indices[:, :, start:].amax()) + 1))
-        queries = slice(start, min(m, start + max(1, most // (batch * heads * widths * size))))
-        start, chosen = queries.stop, indices[:, :, queries]
-        if gathered:
-            places = rows[:, None, None, None], of_heads[None, :, None, None], chosen.long().clamp_min(0)
-            yield _Slice(queries, k[places], v[places], (chosen >= 0)[:, :, None], places, "bhst")
-        else:
-            limit = int(chosen.amax()) + 1
-            visible = chosen.new_zeros(*chosen.shape[:3], limit + 1, dtype=torch.bool)
-            visible = visible.scatter_(-1, chosen.long().where(chosen >= 0, limit), True)[..., :limit]
-            all_keys = slice(None), slice(None), slice(limit)
-            yield _Slice(queries, k[all_keys], v[all_keys], visible[:, :, None], all_keys, "bht")

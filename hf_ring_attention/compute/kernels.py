@@ -101,6 +101,15 @@ class Math:
         lse = torch.logsumexp(scores, -1)
         return (torch.exp(scores - lse[..., None]) @ v.to(dtype)).to(q.dtype), lse
 
+    def backward_masked(self, dout: Tensor, saved: Saved, call: Masked) -> Gradients:
+        """Returns dq, dk and dv for what `forward_masked` takes."""
+        q, k, v, out = (x.to(saved.lse.dtype) for x in saved[:4])
+        scores = q @ k.mT * call.scale
+        weights = torch.exp((scores if call.mask is None else scores + call.mask) - saved.lse[..., None])
+        dout = dout.to(weights.dtype)
+        of_scores = weights * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) * call.scale
+        return of_scores @ k, of_scores.mT @ q, weights.mT @ dout
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, totals: Results | None = None) -> Results:
         dtype = accumulation_dtype(q.dtype)
         out = q.new_empty(*q.shape[:3], v.shape[-1])

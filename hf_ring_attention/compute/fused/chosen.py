@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernel import Saved
 from .choice import why_not_fused
 from .tiles import on_device, padded_width
 
@@ -32,23 +33,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float) -> t
     return out, lse
 
 
-def backward(
-    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(indices: Tensor, dout: Tensor, saved: Saved, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k and v; those of k and v are float32."""
     from . import chosen_kernels
 
+    q, k, v, out, lse = saved
+    dout, delta = dout.contiguous(), (dout.float() * out.float()).sum(-1)
     dq, (dk, dv) = torch.empty_like(q), (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
     tensors = dout, lse, delta, dq, dk, dv
-    _for_each_query(
-        chosen_kernels.chosen_backward_kernel,
-        BACKWARD_BLOCK,
-        (q, k, v, indices),
-        tensors,
-        scale,
-        (dout, lse, dq),
-        (dk, dv),
-    )
+    kernel = chosen_kernels.chosen_backward_kernel
+    _for_each_query(kernel, BACKWARD_BLOCK, (q, k, v, indices), tensors, scale, (dout, lse, dq), (dk, dv))
     return dq, dk, dv
 
 
@@ -56,7 +50,9 @@ def _for_each_query(
     kernel: Any, setting: tuple[int, int], inputs: Any, others: Any, scale: float, strided: Any, of_rows: Any = ()
 ) -> None:
     """Starts a program for each query and each key/value head."""
-    (q, k, v, indices), kv_heads = inputs, inputs[1].shape[1]
+    *rows, indices = inputs
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in rows)
+    kv_heads = k.shape[1]
     group, (batch, _, m, _), chosen = q.shape[1] // kv_heads, q.shape, indices.shape[3]
     indices = indices.expand(batch, kv_heads, m, chosen)
     strides = [x.stride()[:-1] for x in (q, k, v, indices, *strided)]
@@ -94,13 +90,14 @@ def _fault_of_chosen(device: torch.device, dtype: torch.dtype, group: int, head_
     """Returns the errors of the kernels that are beyond their bounds; None if none is."""
     from ..proof import FACTOR, FLOAT32_FACTOR, largest_error
 
-    generator, kv_heads, tokens, scale = torch.Generator().manual_seed(0), 2, 96, head_dim**-0.5
+    generator, kv_heads, queries, tokens, scale = torch.Generator().manual_seed(0), 2, 8, 96, head_dim**-0.5
     sizes = ((group, head_dim), (1, head_dim), (1, value_dim), (group, value_dim))
-    of_tensors = [(1, kv_heads * heads, tokens, width) for heads, width in sizes]
+    rows = queries, tokens, tokens, queries
+    of_tensors = [(1, kv_heads * heads, n, width) for n, (heads, width) in zip(rows, sizes)]
     q, k, v, dout = (torch.randn(s, generator=generator, dtype=torch.float64).to(device, dtype) for s in of_tensors)
-    seen = torch.rand(1, 1, tokens, tokens, generator=generator) < 0.4
+    seen = torch.rand(1, 1, queries, tokens, generator=generator) < 0.4
     seen[:, :, 3] = False
-    order = torch.rand(1, 1, tokens, tokens, generator=generator).argsort(-1)
+    order = torch.rand(1, 1, queries, tokens, generator=generator).argsort(-1)
     indices = order.where(seen.gather(-1, order), -1).int().to(device)
 
     def plain(kind: torch.dtype) -> list[Tensor]:
@@ -114,7 +111,7 @@ def _fault_of_chosen(device: torch.device, dtype: torch.dtype, group: int, head_
         return [out, ds @ y, dk, dv]
 
     out, lse = forward(q, k, v, indices, scale)
-    found = [out, *backward(q, k, v, indices, dout, lse, (dout.float() * out.float()).sum(-1), scale)]
+    found = [out, *backward(indices, dout, Saved(q, k, v, out, lse), scale)]
     factor, faults = FACTOR if dtype.itemsize == 2 else FLOAT32_FACTOR, []
     for name, x, rough, right in zip(("out", "dq", "dk", "dv"), found, plain(dtype), plain(torch.float64), strict=True):
         error, bound = largest_error(x, right), factor * (largest_error(rough, right) + torch.finfo(dtype).eps)
