@@ -31,6 +31,19 @@ again. A type that is not listed here may still be supported: `ra.patch_model` l
 """
 
 
+#: Families of this year by the names that people know, and their types.
+_NAMES = {
+    "GLM-5": "glm_moe_dsa",
+    "DeepSeek-V3.2": "deepseek_v32",
+    "DeepSeek-V4": "deepseek_v4",
+    "Hunyuan V4": "hy_v4",
+    "Dots3": "dots3_note",
+    "A.X K2": "axk2",
+    "MiniMax-M3 (its text model)": "minimax_m3_vl_text",
+    "Qwen4-Exp": "qwen4_exp",
+}
+
+
 #: The layers that a reason lists, such as "layers 0 and 2 are 'conv', which".
 _LAYERS = re.compile(r"^layers? [\d, and]+ (?:is|are) ('\w+'(?: or '\w+')*), which")
 
@@ -77,7 +90,21 @@ def run_survey(types):
 def models_page(models, release):
     """Returns the text of hf/MODELS.md, of the models of a release of Transformers."""
     supported = [model for model in models if model.status == "supported"]
-    lines = [_HEAD, counts(models, release), "", "## Supported", "", "| type | ring | packed |", "|---|---|---|"]
+    by_type = {model.model_type: model for model in models}
+    names = [
+        f"| {name} | `{x}` | {by_type[x].status} | {'yes' if by_type[x].ring else 'no'} |" for name, x in _NAMES.items()
+    ]
+    of_names = ["## By name", "", "| model | type | | ring |", "|---|---|---|---|", *names, ""]
+    lines = [
+        _HEAD,
+        counts(models, release),
+        "",
+        *of_names,
+        "## Supported",
+        "",
+        "| type | ring | packed |",
+        "|---|---|---|",
+    ]
     yes = {True: "yes", False: "no"}
     lines += [f"| `{model.model_type}` | {yes[model.ring]} | {yes[model.packed]} |" for model in supported]
     for title, chosen in (

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 import hf_ring_attention as ra
 from hf_ring_attention.cli import main as cli
 from tests import pages
+from tests.support.tiny_models import tiny_model
 
 from .test_readme import PREAMBLE, ROOT, as_tested, blocks, run_snippet, save_inputs
 
@@ -48,10 +50,18 @@ def trained(program, folder, processes):
     return [{key.removeprefix("module."): value for key, value in state.items()} for state in states], printed
 
 
+def test_the_program_for_layers_that_choose_keys():
+    program, _ = blocks(GUIDE / "faq.md", "python")
+    made = mock.Mock(from_pretrained=lambda name: tiny_model("glm_moe_dsa", "sdpa"))
+    names = {"ra": ra, "ring": ra.Ring.alone(), "AutoModelForCausalLM": made, "input_ids": torch.arange(3, 40)[None]}
+    exec(program, names)
+    assert names["loss"] > 0 and "indexer" in {name.split(".")[-1] for name, _ in names["model"].named_modules()}
+
+
 def test_the_loop_of_the_faq_trains_over_a_ring_as_on_one_process(tmp_path):
     """Its updates are compared, since AdamW changes weights by little."""
     save_inputs(tmp_path)
-    (loop,) = blocks(GUIDE / "faq.md", "python")
+    _, loop = blocks(GUIDE / "faq.md", "python")
     assert len([line for line in loop.splitlines() if line]) == 12
     begin = as_tested(PREAMBLE, tmp_path / "model")
     lines = [line for line in loop.splitlines() if not line.startswith(SEVERAL)]
