@@ -1,6 +1,7 @@
 """Pages of recipes/guide: names as their docstrings describe them, a loop that trains, patterns as they are drawn and cost."""
 
 import re
+import runpy
 import shlex
 from unittest import mock
 
@@ -50,12 +51,12 @@ def trained(program, folder, processes):
     return [{key.removeprefix("module."): value for key, value in state.items()} for state in states], printed
 
 
-def test_the_program_for_layers_that_choose_keys():
-    program, _ = blocks(GUIDE / "faq.md", "python")
+def test_the_program_for_layers_that_choose_keys(tmp_path):
+    (tmp_path / "program.py").write_text(blocks(GUIDE / "faq.md", "python")[0])
     made = mock.Mock(from_pretrained=lambda name: tiny_model("glm_moe_dsa", "sdpa"))
     names = {"ra": ra, "ring": ra.Ring.alone(), "AutoModelForCausalLM": made, "input_ids": torch.arange(3, 40)[None]}
-    exec(program, names)
-    assert names["loss"] > 0 and "indexer" in {name.split(".")[-1] for name, _ in names["model"].named_modules()}
+    found = runpy.run_path(str(tmp_path / "program.py"), names)
+    assert found["loss"] > 0 and "indexer" in {name.split(".")[-1] for name, _ in found["model"].named_modules()}
 
 
 def test_the_loop_of_the_faq_trains_over_a_ring_as_on_one_process(tmp_path):

@@ -12,6 +12,7 @@ from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, Stri
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from ..hf.model.config import PatternsOfLayers, layer_pattern, patch_config
+from ..hf.model.support import why_no_pattern
 from ..hf.model.types import MIXER_LAYERS, MIXERS, OTHER_CACHES, OTHER_VALUES
 from ..hf.patch import take_pattern_of_adapters
 from ..plan.branches import Branch, Segment, Window
@@ -128,10 +129,12 @@ def attention_of_model(
     if pattern is not None:
         config = patch_config(copy.deepcopy(config), pattern)
     text = config.get_text_config(decoder=True)
+    if refused := why_no_pattern(text):
+        raise ValueError(f"the attention of {name!r} is neither explained nor estimated: {refused}")
     _check_alike(text, name)
     count = _positive(text, name, "num_hidden_layers")
     window = None if text.model_type == "moshi" else getattr(text, "sliding_window", None)  # Moshi's layers ignore it.
-    refused = text.model_type in OTHER_VALUES | OTHER_CACHES
+    other_caches = text.model_type in OTHER_VALUES | OTHER_CACHES
     times = text.num_experts_per_tok if text.model_type == "jetmoe" else 1  # Its experts share keys.
     kinds = getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * count
     of_kind: dict[str, Branch | None] = {
@@ -156,7 +159,7 @@ def attention_of_model(
         layers=tuple(layers.values()),
         numbers=tuple(layers),
         mixers=mixers,
-        kept_times=None if refused else times,
+        kept_times=None if other_caches else times,
         first_without_keys=count - shared if (shared := getattr(text, "num_kv_shared_layers", None)) else None,
         positions=getattr(text, "max_position_embeddings", None),
     )

@@ -15,7 +15,6 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from ..hf.model.models import why_not
-from ..hf.model.support import why_no_pattern
 from ..hf.names import IMPLEMENTATION
 from ..hybrids.mixers import leave_out
 from ..hybrids.models import mixers_of
@@ -59,8 +58,6 @@ def shape_of_model(model: Any, pattern: Pattern | str | None = None) -> ModelSha
     text = copy.deepcopy(config.get_text_config())
     if refused := why_not(text.model_type):
         raise ValueError(refused)
-    if refused := why_no_pattern(text):
-        raise ValueError(f"the attention of {text.model_type!r} cannot be estimated: {refused}")
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"Transformers makes no causal language model of type {text.model_type!r}")
     attention = attention_of_model(config, config.name_or_path or text.model_type, pattern)

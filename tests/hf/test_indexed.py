@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import itertools
-import pickle
 import random
 from unittest import mock
 
@@ -155,11 +154,7 @@ def test_adapters_copies_and_other_implementations():
     model, (inputs, _) = ra.patch_model(tiny_model("deepseek_v32", "eager")), batch("packed")
     expected = model(**inputs).logits[:].detach()
     with torch.no_grad():
-        for other in (
-            copy.deepcopy(model),
-            pickle.loads(pickle.dumps(model)),
-            torch.compile(model, backend="eager"),
-        ):
+        for other in (copy.deepcopy(model), torch.compile(model, backend="eager")):
             assert distance(other(**inputs).logits[:], expected) == 0
     adapted = get_peft_model(
         copy.deepcopy(model), LoraConfig(target_modules=["q_b_proj", "kv_b_proj"], init_lora_weights=False)

@@ -93,7 +93,7 @@ def test_what_users_do_with_a_model(caplog):
     warn_once.cache_clear()
     with caplog.at_level(logging.INFO):
         assert all(on_ranks(work, lambda: stock("falcon"), 2))
-    assert "FalconModel keeps its own attention: over a ring, each layer gathers its keys and values" in caplog.text
+    assert "FalconModel has layers that no pattern expresses: over a ring, each of them gathers its keys" in caplog.text
 
 
 def test_refusals():
@@ -106,7 +106,11 @@ def test_refusals():
     def work(ring, model):
         refused("pass one document a row", model, ids, **packed)
         refused(
-            "prefill: FalconForCausalLM: it keeps its own attention", ra.prefill, model, ids, error=NotImplementedError
+            "prefill: FalconForCausalLM: it does not call Transformers' attention interface",
+            ra.prefill,
+            model,
+            ids,
+            error=NotImplementedError,
         )
         bart = stock("bart")
         refused(
