@@ -23,7 +23,7 @@ from tests.support.tolerance import EXACT, distance, gradients_distance, largest
 TOKENS = 20
 BATCHES = ("plain", "left", "right", "packed")
 #: The bounds of errors in float64, and in both dtypes, relative to the largest entry.
-LOGITS = EXACT
+LOGITS = GRADIENTS = EXACT
 BOUNDS = {torch.float64: EXACT, torch.float32: 2e-5}
 #: Types that keep their own attention, with the implementation and the dtype in which rows that begin with padding are numbers.
 STOCK = {
