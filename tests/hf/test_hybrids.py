@@ -99,7 +99,7 @@ def test_a_parameter_that_is_not_known_is_refused():
 
     Later.__name__ = type(mixer).__name__
     mixer.__class__ = Later
-    said = rf"{path} \(BambaMixer\) takes cache, decays, which .* does not know"
+    said = rf"{path} \(BambaMixer\) takes decays, which .* does not know"
     refused(said, ra.patch_model, model, error=NotImplementedError)
     assert model.config._attn_implementation == "eager"
 
