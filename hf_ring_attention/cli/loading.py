@@ -47,7 +47,10 @@ def load_model(source: str, dtype: str, device: Any, trust: bool) -> Any:
     Transformers loads a folder of adapters with their model, which then gets the pattern of the adapters.
     """
     settings = {"attn_implementation": IMPLEMENTATION, "dtype": getattr(torch, dtype), "trust_remote_code": trust}
-    model = _loaded(AutoModelForCausalLM, source, **settings).to(device)
+    try:
+        model = _loaded(AutoModelForCausalLM, source, **settings).to(device)
+    except KeyError:  # Falcon and GPT-Neo look it up in tables of their own, and keep their attention.
+        model = _loaded(AutoModelForCausalLM, source, **{**settings, "attn_implementation": None}).to(device)
     complete_adapters(model, source)
     take_pattern_of_adapters(getattr(model, "peft_config", {}), model.config)
     return model

@@ -1,5 +1,6 @@
 """Types that keep the attention of Transformers compute over rings, from gathered keys, what one process does."""
 
+import functools
 import logging
 
 import pytest
@@ -53,6 +54,17 @@ def test_checkpointed_training_is_that_of_one_process(model_type, ranks):
     mean = {name: sum(of_rank[name] for _, of_rank in found) / ranks for name in gradients}
     assert all(abs(x - loss) <= bound * loss for x, _ in found)
     assert gradients_distance(mean, gradients) <= bound
+
+
+@torch.no_grad()
+def test_qwen_with_embeddings_of_several_tokens():
+    """Its n-grams and convolutions reach into the parts of other ranks."""
+    sizes = {"ple_layer_ids": [1], "ple_embed_dim": 16, "ngram_vocab_size_base": 53, "heads_per_ngram": 2}
+    inputs = {name: x for name, x in rows().items() if name != "labels"}
+    make = functools.partial(stock, "qwen4_exp_text", make_ngram_vocab_size_divisible_by=8, **sizes)
+    expected, valid = make()(**inputs, use_cache=False).logits, inputs["attention_mask"].bool()
+    for found in on_ranks(lambda ring, model: model(**inputs, use_cache=False).logits[:], make, 3):
+        assert distance(found[valid], expected[valid]) <= BOUNDS[torch.float32]
 
 
 @pytest.mark.parametrize("model_type", ["falcon", "bart"])

@@ -57,7 +57,8 @@ def _with_whole_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         by_token = isinstance(x, Tensor) and x.dim() in (2, 3) and x.shape[1] == layout.local_len
         return whole_of(now.ring.side_by_side(x.contiguous(), 1), layout, 1) if by_token else x
 
-    return (), {name: tree_map(whole, x) for name, x in kwargs.items() if name not in cache_names(type(module).forward)}
+    caches = cache_names(type(module).forward)
+    return (), {name: None if name in caches else tree_map(whole, x) for name, x in kwargs.items()}
 
 
 def _part_of_whole_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
