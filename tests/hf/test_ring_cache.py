@@ -98,6 +98,7 @@ def test_what_users_do_with_a_model(caplog):
             model(ids).past_key_values.get_seq_length()
         assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), text)
         assert abs(ra.perplexity(model, ids).perplexity - own) <= 1e-10 * own
+        assert distance(torch.compile(model, backend="eager")(ids).logits[:], expected) <= 1e-10
         alone = ra.patch_model(model)
         assert torch.equal(alone(ids, use_cache=False).logits[:], expected)
         return True
@@ -117,6 +118,7 @@ def test_refusals():
 
     def work(ring, model):
         refused("pass one document a row", model, ids, **packed)
+        refused("output_attentions=True was asked for", model, ids, output_attentions=True)
         refused(
             "prefill: FalconForCausalLM: it does not call Transformers' attention interface",
             ra.prefill,

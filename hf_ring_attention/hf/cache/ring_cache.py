@@ -11,11 +11,13 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...plan.layouts import SequenceLayout
+from ...ring.operator import UNTRACEABLE
 from ...ring.shards import whole_of
 from ..forward_pass import ForwardPass, forward_pass_of
 from ..model.config import warn_once
@@ -34,6 +36,7 @@ class RingCache(Cache):
         self.now, self.layout = now, layout
         self.updated: set[int] = set()  # the layers that have given keys
 
+    @torch.compiler.disable(reason=UNTRACEABLE)
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -64,6 +67,11 @@ def in_ring_cache(now: ForwardPass, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Begins a call in a `RingCache`; returns the arguments of the decoder, with the mask [B, n] of whole rows."""
     rows, positions = now.rows, kwargs.pop("position_ids")
     assert rows is not None and rows.layout is not None
+    if kwargs.get("output_attentions") or getattr(now.runner.config, "output_attentions", False):
+        raise ValueError(
+            f"{type(now.runner).__name__}: output_attentions=True was asked for, and a rank has only the weights of its "
+            f"tokens: use one process (ring=None)"
+        )
     now.ring_cache = RingCache(now, rows.layout)
     kwargs |= {
         "use_cache": True,
@@ -89,6 +97,7 @@ def attach_ring_cache(decoder: nn.Module) -> None:
             module.register_forward_pre_hook(_with_ring_cache, with_kwargs=True)
 
 
+@torch.compiler.disable(reason=UNTRACEABLE)
 def _with_ring_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Gives a module the cache of the running call."""
     now, kwargs = forward_pass_of(getattr(module, "config", None), module), by_name(module, args, kwargs)

@@ -73,13 +73,15 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None, kernel: str, own_atte
         called.register_forward_pre_hook(before_model, with_kwargs=True)
         called.register_forward_hook(after_model, with_kwargs=True, always_call=True)
     _wrap_decoder(runner_of(model))
-    corrected = _correct_modules(model.base_model, sharded=ring is not None and ring.world_size > 1)
+    sharded = ring is not None and ring.world_size > 1
+    corrected = _correct_modules(model.base_model, sharded)
     in_graphs = fits_a_graph(model, ring) and not corrected and not own_attention
     loss_in_parts = has_next_token_loss(model)
     attachment = Attachment(ring, kernel, in_graphs=in_graphs, loss_in_parts=loss_in_parts, own_attention=own_attention)
     set_attachments(model, attachment)
-    attach_ring_cache(runner_of(model))
-    attach_whole_layers(runner_of(model))
+    if sharded:
+        attach_ring_cache(runner_of(model))
+        attach_whole_layers(runner_of(model))
     attach_indexers(decoder_of(model))
 
 

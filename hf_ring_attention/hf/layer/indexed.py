@@ -123,7 +123,7 @@ class IndexerInSlices:
         shape = len(hidden), self.heads if self.block else 1, hidden.shape[1], width
         found = hidden.new_full(shape, -1, dtype=torch.int32)
         for rows, places, part in parts:
-            found[rows[:, None], :, places, : part.shape[3]] = part.transpose(1, 2).to(found.dtype)
+            found[rows[:, None], :, places, : part.shape[3]] = part.transpose(1, 2)
         return found if self.block else found[:, 0]
 
     def _choices(
@@ -138,7 +138,7 @@ class IndexerInSlices:
                 places = torch.arange(first, min(length, first + step), device=device)
                 of_slice = _at_places(given, rows, place + places, hidden.shape)
                 chosen = self._chosen(of_slice, of_document, position - start + places, stop - start)
-                yield rows, place + places, torch.where(chosen < 0, -1, chosen + start)
+                yield rows, place + places, torch.where(chosen < 0, -1, chosen + start).int()
 
     def _chosen(self, given: dict[str, Any], keys: _IndexKeys, positions: Tensor, length: int) -> Tensor:
         """Returns the keys [rows, heads or 1, s, chosen] of a document that its queries at positions [s] choose."""

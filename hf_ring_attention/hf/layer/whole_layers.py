@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import create_masks_for_generate
 
 from ...compute.private import tree_map
+from ...ring.operator import UNTRACEABLE
 from ...ring.shards import whole_of
 from ..forward_pass import ForwardPass, forward_pass_of
 from ..model.config import warn_once
@@ -44,6 +45,7 @@ def with_whole_mask(now: ForwardPass, kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**kwargs, "attention_mask": masks, "use_cache": False}
 
 
+@torch.compiler.disable(reason=UNTRACEABLE)
 def _with_whole_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Gathers what a layer is given for each token."""
     now, kwargs = forward_pass_of(getattr(module, "config", None), module), by_name(module, args, kwargs)
@@ -61,6 +63,7 @@ def _with_whole_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     return (), {name: None if name in caches else tree_map(whole, x) for name, x in kwargs.items()}
 
 
+@torch.compiler.disable(reason=UNTRACEABLE)
 def _part_of_whole_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Returns this rank's part of a layer's results."""
     now = forward_pass_of(getattr(module, "config", None), module)
