@@ -41,9 +41,9 @@ LONGEST = 400  # lines
 #: was in the call, of the state of caches, and of entries, masks and RoPE of documents; 60 of imports of rooms in hf; 310 of
 #: activations that are measured, since formulas missed up to 43 % of those of some types. Second answers took 1,310 away:
 #: planning ahead, `check` in seven files, spellings of 0.2, branches of last queries, a second cache. Nineteen long functions
-#: became thirty-eight, and code of others is read in one file, which took 160. Then 710 of layers that choose keys, of rings as
+#: became thirty-eight, and code of others is read in one file, which took 160. Then 730 of layers that choose keys, of rings as
 #: caches and of layers that need whole rows, and 260 of attention to chosen rows, with its kernels for GPUs.
-MOST_LINES = 25_230
+MOST_LINES = 25_250
 
 #: Every .py file, by its module name inside the package.
 SOURCES = {
