@@ -15,6 +15,7 @@ import math
 import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -121,19 +122,26 @@ def fault_of(
         return None
 
 
+def outcome(proof: Callable[..., str | None], *args: Any) -> str | None:
+    """Returns the fault that a proof finds, or the error that it raised; runs in a separate thread.
+
+    The thread has no modes, autocast or gradients of the caller, and changes none.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="proof") as thread:
+        found = thread.submit(proof, *args)
+    error = found.exception()
+    if isinstance(error, torch.OutOfMemoryError):
+        raise error
+    # No compiler, no such operator, a launch that fails: compilers raise errors of any class.
+    return found.result() if error is None else f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+
+
 def _tried(
     kernel: Kernel, softcap: float | None, case: str, device: torch.device, dtype: torch.dtype, *sizes: int
 ) -> str | None:
     """Returns the fault of a kernel in one case, which is logged."""
     logger.info("kernel %s computes its proof (%s) on %s for %s, and may be compiled", kernel.name, case, device, dtype)
-    # A separate thread has no modes, autocast or gradients of the caller, and changes none.
-    with ThreadPoolExecutor(1, thread_name_prefix="proof") as thread:
-        found = thread.submit(_fault, kernel, softcap, _CASES[case], device, dtype, *sizes)
-    error = found.exception()
-    if isinstance(error, torch.OutOfMemoryError):
-        raise error
-    # No compiler, no such operator, a launch that fails: compilers raise errors of any class.
-    fault = found.result() if error is None else f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+    fault = outcome(_fault, kernel, softcap, _CASES[case], device, dtype, *sizes)
     if fault is not None:
         logger.warning("kernel %s is not used on %s for %s: %s", kernel.name, device, dtype, fault)
     return fault

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
 
@@ -14,7 +13,7 @@ from ..kernel import Saved
 from .choice import why_not_fused
 from .tiles import on_device, padded_width
 
-#: The keys of a block for 16 bit numbers, and the stages of its loop: no more spill registers on sm_80, sm_90 or gfx942.
+#: The keys of a block for 16 bit numbers, and the stages of its loop: more would spill registers on sm_80, sm_90 or gfx942.
 FORWARD_BLOCK, BACKWARD_BLOCK = (64, 2), (32, 1)
 WARPS = 4
 
@@ -39,7 +38,10 @@ def backward(indices: Tensor, dout: Tensor, saved: Saved, scale: float) -> tuple
 
     q, k, v, out, lse = saved
     dout, delta = dout.contiguous(), (dout.float() * out.float()).sum(-1)
-    dq, (dk, dv) = torch.empty_like(q), (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
+    dq = torch.empty(
+        q.shape, dtype=q.dtype, device=q.device
+    )  # its rows have neighbouring numbers, also where q's have not
+    dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
     tensors = dout, lse, delta, dq, dk, dv
     kernel = chosen_kernels.chosen_backward_kernel
     _for_each_query(kernel, BACKWARD_BLOCK, (q, k, v, indices), tensors, scale, (dout, lse, dq), (dk, dv))
@@ -75,12 +77,9 @@ def is_right(device: torch.device, dtype: torch.dtype, group: int, head_dim: int
     """Returns whether the kernels run on a device, and are as right there as plain products in the same dtype."""
     if why_not_fused(device, dtype, head_dim, value_dim) is not None:
         return False
-    with ThreadPoolExecutor(1, thread_name_prefix="proof") as thread:  # which has no modes or autocast of the caller
-        found = thread.submit(_fault_of_chosen, device, dtype, group, head_dim, value_dim)
-    error = found.exception()  # Compilers raise errors of any class.
-    if isinstance(error, torch.OutOfMemoryError):
-        raise error
-    fault = found.result() if error is None else f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+    from ..proof import outcome
+
+    fault = outcome(_fault_of_chosen, device, dtype, group, head_dim, value_dim)
     if fault is not None:
         logger.warning("kernel of chosen rows is not used on %s for %s: %s", device, dtype, fault)
     return fault is None

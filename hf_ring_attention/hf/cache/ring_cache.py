@@ -34,7 +34,6 @@ class RingCache(Cache):
     def __init__(self, now: ForwardPass, layout: SequenceLayout) -> None:
         super().__init__(layers=[])
         self.now, self.layout = now, layout
-        self.updated: set[int] = set()  # the layers that have given keys
 
     @torch.compiler.disable(reason=UNTRACEABLE)
     def update(
@@ -43,7 +42,6 @@ class RingCache(Cache):
         """Returns the keys and values [B, heads, n, D] of whole rows, for those of this rank's part."""
         ring = self.now.ring
         whole = [whole_of(ring.side_by_side(x.contiguous(), 2), self.layout, 2) for x in (key_states, value_states)]
-        self.updated.add(layer_idx)
         if not self.now.attended and ring.rank == 0:
             size = sum(x[:, :, :1].numel() * x.element_size() for x in whole) // len(key_states)
             warn_once(
