@@ -16,7 +16,7 @@ import transformers
 from hf_ring_attention import hf
 from tests.support.adapters import KINDS, survey_adapter
 from tests.support.probe import survey
-from tests.support.tiny_models import CAUSAL_TYPES
+from tests.support.tiny_models import CAUSAL_TYPES, SEEING_TYPES
 from tests.support.tolerance import float64
 
 _FOLDER = Path(hf.__file__).parent
@@ -33,10 +33,13 @@ again. A type that is not listed here may still be supported: `ra.patch_model` l
 
 #: Families of this year by the names that people know, and their types.
 _NAMES = {
+    "GLM-5.3": "glm5_next",
     "GLM-5": "glm_moe_dsa",
     "DeepSeek-V3.2": "deepseek_v32",
     "DeepSeek-V4": "deepseek_v4",
+    "Mistral Large 4": "mistral_large4",
     "Hunyuan V4": "hy_v4",
+    "Hunyuan V4, which sees": "hy_v4_vl",
     "Dots3": "dots3_note",
     "A.X K2": "axk2",
     "MiniMax-M3 (its text model)": "minimax_m3_vl_text",
@@ -69,14 +72,15 @@ def write_adapters():
 
 def run_survey(types):
     """Surveys these types and prints the results; without types, surveys all and writes their table."""
-    unknown = [name for name in types if name not in CAUSAL_TYPES]
+    surveyed = sorted((*CAUSAL_TYPES, *SEEING_TYPES))
+    unknown = [name for name in types if name not in surveyed]
     if unknown:
         sys.exit(f"Transformers lacks the causal model type {', '.join(unknown)}: take the model_type of config.json")
     torch.set_num_threads(1)
     if not types:
         write_adapters()
     models = []
-    for model_type in types or CAUSAL_TYPES:
+    for model_type in types or surveyed:
         with float64():
             models.append(survey(model_type))
         print(model_type, models[-1].status, models[-1].reason if types else "", flush=True)
@@ -141,7 +145,7 @@ def counts(models, release):
     return (
         f"Of the {len(models)} causal model types of Transformers {release}, {count['supported']} are supported ({ring} of "
         f"them also over a ring, {packed} with packed rows), {count['refused']} are refused with a reason, and "
-        f"{count['untested']} are untested."
+        f"{count['untested']} are untested. Of types that see, those are listed whose text models choose their keys."
     )
 
 

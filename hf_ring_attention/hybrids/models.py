@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ..hf.model.types import MIXERS
+from ..hf.model.types import MIXER_LAYERS, MIXERS
 from ..hf.model.wrappers import decoder_of
 from .mixers import attach, check_parameters
 
@@ -21,7 +21,8 @@ def checked_mixers(model: PreTrainedModel) -> tuple[str, ...]:
     """Returns the paths of a model's mixers in its text model; refuses releases of Transformers with other mixers."""
     config = model.config.get_text_config()
     mixers = mixers_of(decoder_of(model), config)
-    if not mixers and config.model_type in MIXERS:
+    types = getattr(config, "layer_types", None) or MIXER_LAYERS
+    if not mixers and config.model_type in MIXERS and {*types} & {*MIXER_LAYERS}:
         raise NotImplementedError(
             f"{type(model).__name__} has no module of the class {MIXERS[config.model_type]}, whose name this release of "
             f"Transformers may have changed: use 'sdpa' or 'eager', or a tested release"

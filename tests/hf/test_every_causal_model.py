@@ -20,7 +20,7 @@ from hf_ring_attention.hf.model.types import MIXER_LAYERS
 from hf_ring_attention.hf.model.wrappers import cache_argument, takes
 
 from ..support.probe import batch, survey
-from ..support.tiny_models import CAUSAL_TYPES, NOT_BUILT, VOCAB, tiny_config, tiny_model
+from ..support.tiny_models import CAUSAL_TYPES, NOT_BUILT, SEEING_TYPES, VOCAB, tiny_config, tiny_model
 from ..support.tolerance import EXACT, distance
 from ..survey import models_page
 from .alike import refused
@@ -29,7 +29,7 @@ KNOWN = {model.model_type: model for model in ra.supported_models()}
 
 
 @pytest.mark.drawn(40)
-@pytest.mark.parametrize("model_type", CAUSAL_TYPES)
+@pytest.mark.parametrize("model_type", sorted((*CAUSAL_TYPES, *SEEING_TYPES)))
 def test_a_type(model_type):
     """`survey` fails if outputs or gradients differ from eager attention.
 

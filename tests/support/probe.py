@@ -9,7 +9,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from hf_ring_attention.hf.model.models import ModelSupport
 from hf_ring_attention.hf.model.types import INDEXED, MIXERS, OWN_ATTENTION, OWN_ATTENTION_OVER_RINGS
@@ -174,7 +177,7 @@ def survey(model_type):
     Raises:
         AssertionError: its results differ from eager attention.
     """
-    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    names = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}[model_type]
     entry = partial(ModelSupport, model_type, names if isinstance(names, str) else names[0])
 
     def refusal(run, *args):

@@ -8,7 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.pytorch_utils import Conv1D
 
 # The sizes of all models, for a test to refer to.
@@ -105,9 +111,10 @@ def _few_layers(values: dict[str, Any], settings: dict[str, Any]) -> dict[str, A
 
 def model_with_large_weights(config: PretrainedConfig, attn_implementation: str) -> PreTrainedModel:
     """Returns a model of a tiny config in evaluation mode, whose weights are so large that a wrong key shows."""
+    kind = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(
+        model = kind.from_config(
             config,
             attn_implementation=attn_implementation,
             dtype=torch.get_default_dtype(),

@@ -12,6 +12,9 @@ from tests.support.small_configs import EXPERTS, HEADS, VOCAB, WIDTH, draw, mode
 
 CAUSAL_TYPES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 
+#: Types of models that see, whose text models choose their keys and have no causal class of their own.
+SEEING_TYPES = tuple(x for x in ("glm5_next", "hy_v4_vl", "mistral_large4") if x in CONFIG_MAPPING)
+
 # Types without a tiny model, and the reasons.
 NOT_BUILT = {
     "gemma3n": "its vision tower needs timm",
@@ -27,6 +30,7 @@ _DOTS3_NOTE = {
     "swa_num_attention_heads": HEADS, "swa_num_key_value_heads": HEADS, "swa_q_lora_rank": 8, "swa_kv_lora_rank": 8,
     "swa_head_dim": 12, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 6,
 }  # fmt: skip
+_KDA = ["linear_attention", "indexed_attention"]
 _QWEN4_EXP = {
     "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 4,
 }  # fmt: skip
@@ -74,10 +78,14 @@ _CHANGES = {
     "gemma4_text": {**_PER_LAYER_INPUTS, "global_head_dim": 16},
     "gemma4_unified": {"text_config": {"global_head_dim": 16}},
     "gemma4_unified_text": {"global_head_dim": 16},
+    "glm5_next": {"text_config": {"index_kpool": 4, "qk_rope_head_dim": 0, "layer_types": _KDA}},
     "got_ocr2": {"vision_config": {"image_size": 32, "output_channels": 8}},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},  # The default lacks attention.
     "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": 8},  # It counts the layers of all cycles.
+    "hy_v4_vl": {
+        "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]}},
+    },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},  # attention in the second of two layers
     "laguna": {"layer_types": ["sliding_attention", "full_attention"]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},

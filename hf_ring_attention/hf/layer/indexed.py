@@ -8,7 +8,8 @@ row chooses what it would choose alone. Over a ring, the index keys, and the key
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MethodType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,6 +23,7 @@ from ..forward_pass import ForwardPass, forward_pass_of
 from ..model.types import INDEXED
 from ..model.wrappers import by_name, cache_in, cache_names
 from ..names import IMPLEMENTATION
+from ..rows.documents import documents_from_mask
 from .checks import LayerSettings, check_call
 from .masks import Tokens, tokens_of
 
@@ -50,8 +52,8 @@ class _Seen(Exception):
 class _IndexKeys:
     """Stands for the cache of an indexer: notes its new keys [B, n, D] and ends it, or answers with those of a document."""
 
-    def __init__(self, keys: Tensor | None = None) -> None:
-        self.keys = keys
+    def __init__(self, keys: Tensor | None = None, seen: int = 0) -> None:
+        self.keys, self.seen = keys, seen
 
     def update_indexer(self, keys: Tensor, layer_idx: int) -> Tensor:
         if self.keys is None:
@@ -66,6 +68,10 @@ class _IndexKeys:
     def __getitem__(self, layer_idx: int) -> _IndexKeys:
         return self
 
+    def get_seq_length(self) -> int:
+        """Returns the number of tokens of the document up to the last query."""
+        return self.seen
+
     def update_index(self, keys: Tensor) -> Tensor:
         return self.update_indexer(keys[:, 0], 0)[:, None]
 
@@ -73,11 +79,20 @@ class _IndexKeys:
 def attach_indexers(model: nn.Module) -> None:
     """Makes the indexers of a model choose for slices of queries; those of layers that share a choice have none."""
     of_type = model.config.model_type in INDEXED  # type: ignore[union-attr, operator]
-    for module in model.modules() if of_type else ():
+    for module in cast(Any, model.modules() if of_type else ()):
+        if hasattr(type(module), "build_attention_mask_from_topk"):
+            module.build_attention_mask_from_topk = MethodType(_choice_as_mask, module)
         indexer = getattr(module, "indexer", None)
         if isinstance(indexer, nn.Module) and not isinstance(vars(indexer).get("forward"), IndexerInSlices):
             indexer.forward = IndexerInSlices(indexer, module)
             module.register_forward_pre_hook(_note_mask, with_kwargs=True)
+
+
+def _choice_as_mask(module: Any, topk_indices: Tensor, query_states: Tensor, kv_length: int) -> Tensor:
+    """Gives attention the choice of a layer of GLM 5.3 in place of a mask [B, 1, m, n]: other layers give both."""
+    if implementation_of(module.config) == IMPLEMENTATION:
+        return topk_indices
+    return cast(Tensor, type(module).build_attention_mask_from_topk(module, topk_indices, query_states, kv_length))
 
 
 def _note_mask(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -96,6 +111,7 @@ class IndexerInSlices:
         self.module, self.attention = cast(Any, module), attention
         self.mask: Tensor | None = None
         self.block: int | None = getattr(module, "block_size", None)  # MiniMax M3 chooses blocks of this many keys
+        self.pools = hasattr(module, "index_kpool")  # GLM 5.3 chooses pools of keys, and marks keys that are padding
         self.heads = int(self.module.num_heads if self.block else self.module.n_heads)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> IndexerInSlices:
@@ -111,14 +127,14 @@ class IndexerInSlices:
         if implementation_of(config) != IMPLEMENTATION:
             return self._run(given, cache_in(given))
         now, hidden = forward_pass_of(config, self.attention), given["hidden_states"]
-        tokens = tokens_of(self.mask)
+        tokens = Tokens() if self.pools else tokens_of(self.mask)
         if now is None or tokens.valid is not None:
             wrong = "was called outside of its model" if now is None else "got rows with padding inside a document"
             raise ValueError(
                 f"{type(self.attention).__name__} chooses its keys among those of a document, and {wrong}: call the model with "
                 f"rows of one length, or use 'sdpa'"
             )
-        parts = [] if now.probes else list(self._choices(given, self._keys(given, now), tokens, now))
+        parts = [] if now.probes else list(self._choices(given, tokens, now))
         width = max((part.shape[3] for *_, part in parts), default=1)
         shape = len(hidden), self.heads if self.block else 1, hidden.shape[1], width
         found = hidden.new_full(shape, -1, dtype=torch.int32)
@@ -127,26 +143,33 @@ class IndexerInSlices:
         return found if self.block else found[:, 0]
 
     def _choices(
-        self, given: dict[str, Any], keys: Tensor, tokens: Tokens, now: ForwardPass
+        self, given: dict[str, Any], tokens: Tokens, now: ForwardPass
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yields the batch rows, the places of the queries and their choice [rows, heads or 1, s, chosen] of each slice."""
-        hidden, device = given["hidden_states"], keys.device
+        keys, hidden = self._keys(given, now), given["hidden_states"]
+        if self.pools:
+            cache = cache_in(given) if now.layout is None else None
+            written = None if cache is None else cache.layers[self.module.layer_idx].get_seq_length()
+            tokens = Tokens(now.documents or documents_from_mask(keys[..., -1] != 0), written=written)
+        device = keys.device
         for numbers, start, stop, place, position, length in _stretches(tokens, hidden, keys.shape[1], now):
-            rows, of_document = torch.tensor(numbers, device=device), _IndexKeys(keys[numbers, start:stop])
+            rows, of_document = torch.tensor(numbers, device=device), keys[numbers, start:stop]
             step = max(1, SCORES_BYTES // (4 * len(rows) * self.heads * (stop - start)))
             for first in range(0, length, step):
                 places = torch.arange(first, min(length, first + step), device=device)
                 of_slice = _at_places(given, rows, place + places, hidden.shape)
-                chosen = self._chosen(of_slice, of_document, position - start + places, stop - start)
+                chosen = self._chosen(of_slice, of_document, position - start + places)
                 yield rows, place + places, torch.where(chosen < 0, -1, chosen + start).int()
 
-    def _chosen(self, given: dict[str, Any], keys: _IndexKeys, positions: Tensor, length: int) -> Tensor:
-        """Returns the keys [rows, heads or 1, s, chosen] of a document that its queries at positions [s] choose."""
+    def _chosen(self, given: dict[str, Any], keys: Tensor, positions: Tensor) -> Tensor:
+        """Returns the keys [rows, heads or 1, s, chosen] that queries at positions [s] choose, of keys [rows, n, D]."""
+        length, cache = keys.shape[1], _IndexKeys(keys, int(positions[-1]) + 1)
         if self.block is None:
-            visible = torch.arange(length, device=positions.device) <= positions[:, None]
-            chosen = self._run({**given, "attention_mask": visible[None]}, keys)[:, None].long()
+            visible = (torch.arange(length, device=positions.device) <= positions[:, None])[None]
+            mask = given["attention_mask"] if self.pools else visible
+            chosen = self._run({**given, "attention_mask": mask}, cache)[:, None].long()
         else:
-            blocks = self._run({**given, "position_ids": positions.expand(len(given["hidden_states"]), -1)}, keys)
+            blocks = self._run({**given, "position_ids": positions.expand(len(given["hidden_states"]), -1)}, cache)
             inside = torch.arange(self.block, device=blocks.device)
             chosen = torch.where(blocks[..., None] < 0, length, blocks[..., None] * self.block + inside).flatten(3)
         return torch.where(chosen <= positions[:, None], chosen, -1)
@@ -206,11 +229,20 @@ def _stretches(tokens: Tokens, hidden: Tensor, n: int, now: ForwardPass) -> Iter
         yield _Stretch(rows, *stretch)
 
 
-def attention_by_choice(module: nn.Module, tensors: Any, settings: LayerSettings, now: ForwardPass) -> Tensor:
+def choice_of(mask: Tensor | None, given: Mapping[str, Any]) -> Tensor | None:
+    """Returns the keys [B, Hkv or 1, m, chosen] that the queries of a layer have chosen; None in a layer without a choice."""
+    chosen = given.get("indices")
+    if chosen is None and mask is not None and mask.dim() == 3 and mask.dtype == torch.int32:
+        chosen = mask
+    return given.get("block_indices") if chosen is None else chosen[:, None]
+
+
+def attention_by_choice(
+    module: nn.Module, tensors: Any, chosen: Tensor, settings: LayerSettings, now: ForwardPass
+) -> Tensor:
     """Returns out [B, m, H, Dv] of a layer whose queries have chosen their keys."""
     (query, key, value, sinks), (dropout, scaling, window, softcap, given) = tensors, settings
     others = {name: x for name, x in given.items() if name not in CHOICES}
-    chosen = given["indices"][:, None] if given.get("indices") is not None else given["block_indices"]
     check_call(module, (dropout, scaling, window, softcap, others), now)
     assert window is None and softcap is None
     now.attended = True
