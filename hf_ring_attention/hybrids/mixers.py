@@ -38,7 +38,10 @@ MOST_GATHERED = 2 << 30
 
 #: Arguments that describe padding and documents; mixers get documents one by one, without these arguments.
 _BORDERS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-_NOT_TO_MIXERS = ("attention_mask", "position_ids", "position_embeddings", *_BORDERS)
+_NOT_TO_MIXERS = ("attention_mask", "conv_mask", "position_ids", "position_embeddings", *_BORDERS)
+
+#: Arguments beside hidden states that have a value for each token.
+_BY_TOKEN = "input_ids", "position_ids"
 
 #: Mixers whose layers expect a tuple, and use its first entry.
 _RETURN_TUPLES = ("RecurrentGemmaRecurrentBlock", "MiniMaxLightningAttention")
@@ -81,7 +84,7 @@ def leave_out(module: nn.Module) -> None:
 def check_parameters(path: str, mixer: nn.Module) -> None:
     """Refuses a mixer with an unknown parameter, such as one that a later release of Transformers adds."""
     parameters = [*_parameters(type(mixer).forward).values()][1:]  # behind the hidden states
-    known = (*_NOT_TO_MIXERS, *cache_names(type(mixer).forward), "use_cache")
+    known = (*_NOT_TO_MIXERS, *_BY_TOKEN, *cache_names(type(mixer).forward), "use_cache")
     unknown = [x.name for x in parameters if x.name not in known and x.kind is not inspect.Parameter.VAR_KEYWORD]
     if unknown:
         raise NotImplementedError(
@@ -137,7 +140,7 @@ class _ByDocuments:
             if now.rows is not None:
                 return self.over_ring(ring, now, hidden, kwargs)
         # In a step of generation, all ranks have the same tokens.
-        mask, length = kwargs.get("attention_mask"), hidden.shape[1]
+        mask, length = kwargs.get("conv_mask", kwargs.get("attention_mask")), hidden.shape[1]
         documents = _documents_of(now, mask, length)
         cache, layer = _cache_of(kwargs), getattr(self.module, "layer_idx", None)
         continued = isinstance(cache, Cache) and isinstance(layer, int) and cache.has_previous_state(layer)
@@ -182,8 +185,8 @@ class _ByDocuments:
                 f"{self.name} passes no state from rank to rank: its rows are gathered, and each rank computes them up to its "
                 f"last token"
             )
-        if "position_ids" in self.parameters:
-            kwargs = {**kwargs, "position_ids": ring.unshard(kwargs["position_ids"].expand(len(hidden), -1), layout)}
+        for name in {*_BY_TOKEN} & self.parameters.keys():
+            kwargs = {**kwargs, name: ring.unshard(kwargs[name].expand(len(hidden), -1), layout)}
         pieces = _all(documents) if sharded is not None else list(_needed(documents, layout, ring.rank))
         return ring.shard(self.apart(ring.unshard(hidden, layout), pieces, kwargs, sharded is not None), layout)
 
@@ -238,13 +241,13 @@ class _ByDocuments:
         self, hidden: Tensor, group: list[_Piece], kwargs: dict[str, Any], behind: bool, longest: int = 1
     ) -> dict[_Piece, Tensor]:
         """Runs the mixer on pieces in one batch, padded to `longest` at least: behind them, or before them with a mask."""
-        positions = kwargs.get("position_ids")
-        needed = {name: None for name, x in self.parameters.items() if name in _NOT_TO_MIXERS and x.default is x.empty}
-        kwargs = {**{name: value for name, value in kwargs.items() if name not in _NOT_TO_MIXERS}, **needed}
+        by_token = {name: kwargs[name] for name in _BY_TOKEN if name in self.parameters}
+        needed = {name: None for name, x in [*self.parameters.items()][1:] if x.default is x.empty}
+        kwargs = {**needed, **{name: value for name, value in kwargs.items() if name not in _NOT_TO_MIXERS}}
         lengths = [*map(_num_tokens, group)]
         longest = max(longest, *lengths)
 
-        def batch_of(rows: Tensor, fill: int = 0) -> Tensor:
+        def batch_of(rows: Tensor, fill: Any = 0) -> Tensor:
             pieces = [rows[row, start:stop] for row, start, stop in group]
             lacking = [x.new_full((longest - len(x), *x.shape[1:]), fill) for x in pieces]
             return torch.stack([torch.cat([x, y] if behind else [y, x]) for x, y in zip(pieces, lacking)])
@@ -255,11 +258,13 @@ class _ByDocuments:
                     f"{self.name} would take padding into its state: the last documents of the batch rows have {lengths} "
                     f"tokens: pass use_cache=False, or generate from rows of one length"
                 )
-            kwargs["attention_mask"] = batch_of(torch.ones_like(hidden[..., 0], dtype=torch.int64))
-        if "position_ids" in self.parameters:
-            # RecurrentGemma resets its state at position 0, and a document may begin elsewhere.
-            assert isinstance(positions, Tensor)
-            kwargs["position_ids"] = batch_of(positions.expand(len(hidden), -1), 1)
+            mask = "conv_mask" if "conv_mask" in self.parameters else "attention_mask"
+            kwargs[mask] = batch_of(torch.ones_like(hidden[..., 0], dtype=torch.int64))
+        # RecurrentGemma resets its state at position 0, which a document may not begin with; n-grams begin behind eos.
+        end = getattr(self.config, "eos_token_id", None)
+        for name, values in by_token.items():
+            fill = 1 if name == "position_ids" else end[0] if isinstance(end, list) else end
+            kwargs[name] = batch_of(values.expand(len(hidden), -1), fill)
         out = self.run(batch_of(hidden), **kwargs)
         out = out[0] if isinstance(out, tuple) else out
         return {

@@ -12,9 +12,9 @@ from .mixers import attach, check_parameters
 
 def mixers_of(model: nn.Module, config: PretrainedConfig) -> list[tuple[str, nn.Module]]:
     """Returns the mixers of a text model with their paths."""
-    name = MIXERS.get(config.model_type)
+    names = MIXERS.get(config.model_type, ())
     # FSDP 2 makes a new class for each module that it shards.
-    return [(path, x) for path, x in model.named_modules() if any(kind.__name__ == name for kind in type(x).__mro__)]
+    return [(path, x) for path, x in model.named_modules() if any(kind.__name__ in names for kind in type(x).__mro__)]
 
 
 def checked_mixers(model: PreTrainedModel) -> tuple[str, ...]:
@@ -24,7 +24,7 @@ def checked_mixers(model: PreTrainedModel) -> tuple[str, ...]:
     types = getattr(config, "layer_types", None) or MIXER_LAYERS
     if not mixers and config.model_type in MIXERS and {*types} & {*MIXER_LAYERS}:
         raise NotImplementedError(
-            f"{type(model).__name__} has no module of the class {MIXERS[config.model_type]}, whose name this release of "
+            f"{type(model).__name__} has no module of the class {MIXERS[config.model_type][0]}, whose name this release of "
             f"Transformers may have changed: use 'sdpa' or 'eager', or a tested release"
         )
     for path, module in mixers:

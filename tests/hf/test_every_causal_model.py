@@ -103,6 +103,10 @@ def test_caches_of_a_type(model_type, patterns, way, record_property):
         ra.patch_model(model, [texts[n % 4] for n in layers] if patterns == "layers" else texts[0])
         if way is generated and not model.can_generate():
             pytest.skip("it does not generate")
+        if way is generated and model_type.startswith("dots3_note"):
+            pytest.skip(
+                "it chooses other keys of a longer row in Transformers; tests/hf/test_indexed.py compares the texts"
+            )
         for found, expected in way(model):
             assert distance(found, expected) <= STEPS.get(model_type, EXACT)
     except (ValueError, NotImplementedError) as error:

@@ -31,6 +31,9 @@ def changes_of(model_type, rng):
     """Few keys to choose, fewer and more than documents have; shared choices; and heads that share keys."""
     if model_type == "minimax_m3_vl_text":
         return {"index_topk_blocks": rng.choice([1, 2, 3, 9]), "index_block_size": rng.choice([1, 2, 5])}
+    if model_type == "qwen4_exp_text":
+        pool = rng.choice([2, 3, 4])
+        return {"indexer_compress_ratio": pool, "indexer_budget": pool * rng.choice([1, 2, 9])}
     changes = {"index_topk": rng.choice([1, 3, 8, 40])}
     if model_type == "glm5_next":  # it chooses pools
         pool = rng.choice([1, 3, 4])

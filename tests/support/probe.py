@@ -30,9 +30,7 @@ LOGITS = GRADIENTS = EXACT
 BOUNDS = {torch.float64: EXACT, torch.float32: 2e-5}
 #: Types that keep their own attention, with the implementation and the dtype in which rows that begin with padding are numbers.
 STOCK = {
-    **dict.fromkeys(
-        ("bloom", "deepseek_v4", "gpt_neo", "mpt", "qwen4_exp", "qwen4_exp_text"), ("eager", torch.float32)
-    ),
+    **dict.fromkeys(("bloom", "deepseek_v4", "gpt_neo", "mpt"), ("eager", torch.float32)),
     "doge": ("sdpa", torch.float32),
 }
 

@@ -8,7 +8,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.support.small_configs import *  # noqa: F403
-from tests.support.small_configs import EXPERTS, HEADS, VOCAB, WIDTH, draw, model_with_large_weights, tiny
+from tests.support.small_configs import EXPERTS, HEADS, INNER, VOCAB, WIDTH, draw, model_with_large_weights, tiny
 
 CAUSAL_TYPES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 
@@ -30,9 +30,12 @@ _DOTS3_NOTE = {
     "swa_num_attention_heads": HEADS, "swa_num_key_value_heads": HEADS, "swa_q_lora_rank": 8, "swa_kv_lora_rank": 8,
     "swa_head_dim": 12, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 6,
 }  # fmt: skip
-_KDA = ["linear_attention", "indexed_attention"]
 _QWEN4_EXP = {
     "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 4,
+}  # fmt: skip
+_N_GRAMS = {
+    "ple_layer_ids": [1], "heads_per_ngram": 2, "ngram_vocab_size_base": 50, "make_ngram_vocab_size_divisible_by": 4,
+    "ple_embed_dim": 16, "ple_conv_kernel_size": 3,
 }  # fmt: skip
 # Odd types need these changes besides, nested as their configs are. The default configs of some types lack kinds of layers that
 # released models have.
@@ -78,7 +81,10 @@ _CHANGES = {
     "gemma4_text": {**_PER_LAYER_INPUTS, "global_head_dim": 16},
     "gemma4_unified": {"text_config": {"global_head_dim": 16}},
     "gemma4_unified_text": {"global_head_dim": 16},
-    "glm5_next": {"text_config": {"index_kpool": 4, "qk_rope_head_dim": 0, "layer_types": _KDA}},
+    "glm5_next": {
+        "text_config": {"index_kpool": 4, "qk_rope_head_dim": 0, "layer_types": ["linear_attention", "indexed_attention"]},
+        "vision_config": {"depth": 1, "out_hidden_size": WIDTH, "projection_intermediate_size": INNER},
+    },
     "got_ocr2": {"vision_config": {"image_size": 32, "output_channels": 8}},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},  # The default lacks attention.
@@ -99,7 +105,7 @@ _CHANGES = {
         ),
     },
     "qwen4_exp": {"text_config": _QWEN4_EXP},
-    "qwen4_exp_text": _QWEN4_EXP,
+    "qwen4_exp_text": {**_QWEN4_EXP, **_N_GRAMS},
     "recurrent_gemma": {"num_hidden_layers": 3},  # the third has attention
     "roc_bert": {
         "pronunciation_vocab_size": VOCAB, "pronunciation_embed_dim": 8, "shape_vocab_size": VOCAB, "shape_embed_dim": 8,

@@ -8,11 +8,13 @@ row chooses what it would choose alone. Over a ring, the index keys, and the key
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator, Mapping
 from types import MethodType
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...compute.chosen import attend_to_chosen
@@ -29,6 +31,8 @@ from .masks import Tokens, tokens_of
 
 #: The arguments of a layer that bring its choice.
 CHOICES = "indices", "block_indices"
+
+_ROPE = "position_embeddings"
 
 #: The bytes of a slice's scores, of all index heads.
 SCORES_BYTES = 64 << 20
@@ -84,7 +88,8 @@ def attach_indexers(model: nn.Module) -> None:
             module.build_attention_mask_from_topk = MethodType(_choice_as_mask, module)
         indexer = getattr(module, "indexer", None)
         if isinstance(indexer, nn.Module) and not isinstance(vars(indexer).get("forward"), IndexerInSlices):
-            indexer.forward = IndexerInSlices(indexer, module)
+            kind = PooledIndexerInSlices if hasattr(indexer, "compress_ratio") else IndexerInSlices
+            indexer.forward = kind(indexer, module)
             module.register_forward_pre_hook(_note_mask, with_kwargs=True)
 
 
@@ -95,9 +100,16 @@ def _choice_as_mask(module: Any, topk_indices: Tensor, query_states: Tensor, kv_
     return cast(Tensor, type(module).build_attention_mask_from_topk(module, topk_indices, query_states, kv_length))
 
 
-def _note_mask(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _note_mask(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Tells the indexer of an attention module the mask, which some indexers are not given."""
-    module.indexer.forward.mask = by_name(module, args, kwargs)["attention_mask"]
+    kwargs = by_name(module, args, kwargs)
+    module.indexer.forward.mask = mask = kwargs["attention_mask"]
+    combines = isinstance(module.indexer.forward, PooledIndexerInSlices) and mask.dtype != torch.bool
+    if combines and implementation_of(module.config) == IMPLEMENTATION:
+        kwargs["attention_mask"] = torch.ones(
+            1, dtype=torch.bool, device=mask.device
+        )  # `_InPlaceOfMask` takes its place.
+    return (), kwargs
 
 
 class IndexerInSlices:
@@ -112,7 +124,7 @@ class IndexerInSlices:
         self.mask: Tensor | None = None
         self.block: int | None = getattr(module, "block_size", None)  # MiniMax M3 chooses blocks of this many keys
         self.pools = hasattr(module, "index_kpool")  # GLM 5.3 chooses pools of keys, and marks keys that are padding
-        self.heads = int(self.module.num_heads if self.block else self.module.n_heads)
+        self.heads = next(int(x) for x in map(vars(module).get, ("n_heads", "num_heads", "index_n_heads")) if x)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> IndexerInSlices:
         copied = copy.copy(self)
@@ -199,6 +211,54 @@ class IndexerInSlices:
     def _run(self, given: dict[str, Any], keys: Any) -> Tensor:
         own = type(self.module).forward
         return cast(Tensor, own(self.module, **{**given, cache_names(own)[0]: keys}))
+
+
+class PooledIndexerInSlices(IndexerInSlices):
+    """The indexer of Qwen4-Exp, whose own forward chooses for one query after another: here by its formulas, for many."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        found = super().__call__(*args, **kwargs)
+        return found if found.dtype == torch.bool else found.as_subclass(_InPlaceOfMask)
+
+    def _keys(self, given: dict[str, Any], now: ForwardPass) -> Tensor:
+        """Returns the index keys of whole rows beside the cosines and sines of their positions, [B, n, D + 2 R]."""
+        cache, indexer = cache_in(given), self.module
+        keys = indexer.index_qk_proj(given["hidden_states"])[..., self.heads * indexer.index_head_dim :]
+        if cache is not None and now.layout is None:
+            keys = cache.update_indexer(keys, indexer.layer_idx)
+        ropes = [F.pad(x.expand(len(keys), -1, -1), (0, 0, 0, keys.shape[1] - x.shape[1])) for x in given[_ROPE]]
+        keys = torch.cat([keys, *ropes], -1)
+        return keys if now.layout is None else whole_of(now.ring.side_by_side(keys, 1), now.layout, 1)
+
+    def _chosen(self, given: dict[str, Any], keys: Tensor, positions: Tensor) -> Tensor:
+        indexer, width = self.module, self.module.index_head_dim
+        ratio, rope = indexer.compress_ratio, inspect.unwrap(type(indexer).forward).__globals__["apply_rotary_pos_emb"]
+        blocks = keys[:, : keys.shape[1] // ratio * ratio].unflatten(1, (-1, ratio))
+        pooled = indexer.k_layernorm(blocks[..., :width].float().mean(2).to(keys.dtype))
+        pooled = rope(pooled[:, :, None], None, *blocks[:, :, 0, width:].chunk(2, -1), unsqueeze_dim=2)[:, :, 0]
+        queries = indexer.index_qk_proj(given["hidden_states"])[..., : self.heads * width].unflatten(-1, (-1, width))
+        queries = rope(indexer.q_layernorm(queries), None, *keys[:, positions, width:].chunk(2, -1), unsqueeze_dim=2)
+        scores = torch.einsum("bshd,bkd->bshk", queries.float(), pooled.float()).relu_().sum(2).div_(width**0.5)
+        # A query sees the blocks that end before it, and the tokens behind them.
+        behind = (positions + 1) // ratio
+        rest = behind[:, None] * ratio + torch.arange(ratio - 1, device=keys.device)
+        found = keys.new_full((*scores.shape[:2], indexer.block_topk * ratio), -1, dtype=torch.int64)
+        for number in behind.unique().tolist():  # Of equal scores, Transformers takes others if there are more blocks.
+            best = scores[:, behind == number, :number].topk(min(indexer.block_topk, number), -1).indices[..., None]
+            chosen = (best * ratio + torch.arange(ratio, device=keys.device)).flatten(2)
+            found[:, behind == number, : chosen.shape[2]] = chosen
+        found = torch.cat([found, rest.expand(len(keys), -1, -1)], -1)[:, None]
+        return torch.where(found <= positions[:, None], found, -1)
+
+
+class _InPlaceOfMask(Tensor):
+    """A choice that a layer combines with its mask: the result is the choice."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__and__:
+            return args[1].as_subclass(Tensor)
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _at_places(given: dict[str, Any], rows: Tensor, places: Tensor, shape: torch.Size) -> dict[str, Any]:

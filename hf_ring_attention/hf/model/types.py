@@ -4,25 +4,26 @@ from __future__ import annotations
 
 #: The class of the mixers of each hybrid type that is computed: modules that pass a state (hybrids/mixers.py).
 MIXERS = {
-    "bailing_hybrid": "BailingHybridDeltaAttention",
-    "bamba": "BambaMixer",
-    "falcon_h1": "FalconH1Mixer",
-    "glm5_next_text": "Glm5NextTextLinearAttention",
-    "granitemoehybrid": "GraniteMoeHybridMambaLayer",
-    "jamba": "JambaMambaMixer",
-    "kimi_linear": "KimiLinearDeltaAttention",
-    "lfm2": "Lfm2ShortConv",
-    "lfm2_moe": "Lfm2MoeShortConv",
-    "lfm3": "Lfm3ShortConv",
-    "minimax": "MiniMaxLightningAttention",
-    "nemotron_h": "NemotronHMamba2Mixer",
-    "olmo_hybrid": "OlmoHybridGatedDeltaNet",
-    "qwen3_5_moe_text": "Qwen3_5MoeGatedDeltaNet",
-    "qwen3_5_text": "Qwen3_5GatedDeltaNet",
-    "qwen3_next": "Qwen3NextGatedDeltaNet",
-    "recurrent_gemma": "RecurrentGemmaRecurrentBlock",
-    "zamba": "ZambaMambaMixer",
-    "zamba2": "Zamba2MambaMixer",
+    "bailing_hybrid": ("BailingHybridDeltaAttention",),
+    "bamba": ("BambaMixer",),
+    "falcon_h1": ("FalconH1Mixer",),
+    "glm5_next_text": ("Glm5NextTextLinearAttention",),
+    "granitemoehybrid": ("GraniteMoeHybridMambaLayer",),
+    "jamba": ("JambaMambaMixer",),
+    "kimi_linear": ("KimiLinearDeltaAttention",),
+    "lfm2": ("Lfm2ShortConv",),
+    "lfm2_moe": ("Lfm2MoeShortConv",),
+    "lfm3": ("Lfm3ShortConv",),
+    "minimax": ("MiniMaxLightningAttention",),
+    "nemotron_h": ("NemotronHMamba2Mixer",),
+    "olmo_hybrid": ("OlmoHybridGatedDeltaNet",),
+    "qwen3_5_moe_text": ("Qwen3_5MoeGatedDeltaNet",),
+    "qwen3_5_text": ("Qwen3_5GatedDeltaNet",),
+    "qwen3_next": ("Qwen3NextGatedDeltaNet",),
+    "qwen4_exp_text": ("Qwen4ExpTextGatedDeltaNet", "Qwen4ExpTextPLELayer"),
+    "recurrent_gemma": ("RecurrentGemmaRecurrentBlock",),
+    "zamba": ("ZambaMambaMixer",),
+    "zamba2": ("Zamba2MambaMixer",),
 }
 
 #: Mixers that keep their state in themselves, and let padding into it.
@@ -42,6 +43,7 @@ INDEXED = (
     "hy_v4_vl_text",
     "minimax_m3_vl_text",
     "mistral_large4_text",
+    "qwen4_exp_text",
 )
 INDEXED_LAYERS = "indexed_attention", "minimax_m3_sparse"
 
@@ -69,14 +71,12 @@ OWN_ATTENTION = {
     "doge": "it adds a learned mask of its own to the square mask",
     "deepseek_v4": "it attends to compressed keys of several tokens",
     "gpt_neo": _NO_INTERFACE,
-    "qwen4_exp_text": INDEXER,
 }
 
 #: Those of them that have modules, of these classes, which need whole rows over a ring, and not only their keys.
 WHOLE_LAYERS = {
     "deepseek_v4": ("DeepseekV4Attention",),
     "gpt_neo": ("GPTNeoSelfAttention",),
-    "qwen4_exp_text": ("Qwen4ExpTextAttention", "Qwen4ExpTextGatedDeltaNet", "Qwen4ExpTextPLELayer"),
 }
 
 _COUNTS = "it numbers its tokens by its cache and takes no position_ids"
