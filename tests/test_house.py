@@ -43,7 +43,7 @@ LONGEST = 400  # lines
 #: planning ahead, `check` in seven files, spellings of 0.2, branches of last queries, a second cache. Nineteen long functions
 #: became thirty-eight, and code of others is read in one file, which took 160. Then 730 of layers that choose keys, of rings as
 #: caches and of layers that need whole rows, and 260 of attention to chosen rows, with its kernels for GPUs.
-MOST_LINES = 25_250
+MOST_LINES = 25_560
 
 #: Every .py file, by its module name inside the package.
 SOURCES = {

@@ -97,7 +97,7 @@ def compared(call: Explanation, times: dict[str, LayerTime], link: str) -> str:
 
     others = "; ".join(described(name) for name in times if name != chosen)
     text, ratio = (
-        f"a layer over {link}: {described(chosen)}, as chosen; {others}",
+        f"a layer over {link}: {described(chosen)}, as chosen{'; ' * bool(others)}{others}",
         times[chosen].total / times[fastest].total,
     )
     if ratio < WORTH_ANOTHER:
@@ -283,7 +283,8 @@ def _facts_of_transports(step: StepExplanation) -> list[tuple[str, str]]:
 
 
 def _cache_in_words(size: CacheBytes) -> str:
-    return f"{short_bytes(size.kept)} by ra.PatternCache, {short_bytes(size.whole)} whole, on one device"
+    kept = f"{short_bytes(size.kept)} by ra.PatternCache, " if size.kept != size.whole else ""
+    return f"{kept}{short_bytes(size.whole)} whole, on one device"
 
 
 def _mixers_in_words(mixers: ModelMixers, step: StepExplanation, ranks: int) -> str:

@@ -45,6 +45,7 @@ def attend_to_chosen(
     scale: float,
     sinks: Tensor | None = None,
     gathered: bool | None = None,
+    way: Any = None,
 ) -> Tensor:
     """Returns out [B, H, m, Dv] of queries that attend to the keys of these numbers; 0 for a query without any.
 
@@ -53,19 +54,23 @@ def attend_to_chosen(
         indices: [B or 1, Hkv or 1, m, chosen], the numbers of keys, each at most once; -1 for none. It has no gradient.
         sinks: [H] the logits of one more column of the softmax, whose value is 0.
         gathered: whether keys are gathered; None for the faster way.
+        way: what computes it in place of both ways.
     """
-    chosen = gathers(indices.shape[-1], k.shape[2], q.shape[1] // k.shape[1]) if gathered is None else gathered
+    if gathered is None:
+        gathered = gathers(indices.shape[-1], k.shape[2], q.shape[1] // k.shape[1])
+    if way is None:
+        way = _gathering_way(q, k, v) if gathered else _UnderMasks
     with without_autocast(q):
-        out: Tensor = _ChosenRows.apply(q, k, v, sinks, indices, scale, chosen)
+        out: Tensor = _ChosenRows.apply(q, k, v, sinks, indices, scale, way)
     return out
 
 
 class _ChosenRows(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, scale: float, gathered: bool
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, scale: float, way: Any
     ) -> Tensor:
-        ctx.scale, ctx.way = scale, _gathering_way(q, k, v) if gathered else _UnderMasks
+        ctx.scale, ctx.way = scale, way
         out, lse = ctx.way.forward(q, k, v, indices, scale)
         if sinks is not None:
             out, lse = add_sinks(out, lse, sinks)

@@ -18,12 +18,14 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..hf.model.wrappers import runner_of
+from ..compute.chosen import SLICE_BYTES, SLICE_BYTES_OF_CPUS, gathers
+from ..hf.model.wrappers import by_name, cache_names, modules_with_choices, runner_of
 from ..ring.operator import keep_attention
 from ..training.sliced_layers import slice_modules
+from .layers import ModelAttention
 from .memory import TrainingSetting
 from .shape import ModelShape
-from .trace import KERNEL, InHost, Phase, SavedGradient, Trace, as_in_training
+from .trace import KERNEL, CacheOfRing, InHost, Phase, SavedGradient, Trace, as_in_training
 
 #: The tokens of a short row, at least.
 _FEW_TOKENS = 64
@@ -56,6 +58,10 @@ class _Way:
     sliced: bool
     one_tile: tuple[bool, ...]  # whether attention is one tile of all tokens, for each layer that runs
     is_fused: bool
+    ranks: int  # whose keys layers gather; 1 for layers that a transport serves
+    slices: (
+        tuple[int, bool] | None
+    )  # of queries that choose keys: the bytes of one, and whether their keys are gathered
 
 
 def activations(shape: ModelShape, setting: TrainingSetting) -> Activations:
@@ -70,7 +76,8 @@ def activations(shape: ModelShape, setting: TrainingSetting) -> Activations:
     one_tile = tuple(setting.is_one_tile(patterns.get(number)) for number in range(len(shape.stack)))
     keeps = setting.checkpointing and setting.keep_attention
     way = _Way(
-        setting.dtype, setting.checkpointing, keeps, setting.offload, setting.slices(at_once), one_tile, setting.is_fused
+        setting.dtype, setting.checkpointing, keeps, setting.offload, setting.slices(at_once), one_tile, setting.is_fused,
+        setting.ring_size if shape.attention.gathering else 1, _slices(shape.attention, setting),
     )  # fmt: skip
     if way not in shape.lines:
         shape.lines[way] = _measured_lines(shape, way)
@@ -79,6 +86,15 @@ def activations(shape: ModelShape, setting: TrainingSetting) -> Activations:
         for phase, lines in shape.lines[way].items()
     }
     return _of_all_layers(found, shape.kinds)
+
+
+def _slices(attention: ModelAttention, setting: TrainingSetting) -> tuple[int, bool] | None:
+    for gathering in attention.gathering.values():
+        if gathering.chosen is not None:
+            group = 1 if attention.latent else attention.num_heads // attention.num_kv_heads
+            of_device = SLICE_BYTES if setting.device == "cuda" else SLICE_BYTES_OF_CPUS
+            return of_device, gathers(gathering.chosen, setting.seq_len, group)
+    return None
 
 
 def _of_all_layers(found: Mapping[tuple[str, int], float], kinds: Sequence[int]) -> Activations:
@@ -126,6 +142,10 @@ def _measured_lines(shape: ModelShape, way: _Way) -> _Lines:
     return lines
 
 
+def _with_arguments(more: dict[str, Any], module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return (), {**by_name(module, args, kwargs), **more}
+
+
 @as_in_training()
 def _phases_of_step(shape: ModelShape, way: _Way, tokens: int, at_once: int) -> dict[Phase, list[int]]:
     """Returns the bytes after each operation of a step of the layers that run."""
@@ -146,8 +166,11 @@ def _phases_of_step(shape: ModelShape, way: _Way, tokens: int, at_once: int) -> 
     for number, (layer, is_one_tile) in enumerate(zip(shape.stack, way.one_tile)):
         hooks.append(layer.register_forward_hook(partial(trace.behind, number)))
         for module in layer.modules():
-            setattr(module, KERNEL, (is_one_tile, way.is_fused))
+            setattr(module, KERNEL, (is_one_tile, way.is_fused, way.slices))
     hooks.append(shape.stack[0].register_forward_pre_hook(partial(trace.behind, -1, output=None)))
+    for module in modules_with_choices(model) if way.ranks > 1 else ():
+        cache = {cache_names(type(module).forward)[0]: CacheOfRing(way.ranks)}
+        hooks.append(module.register_forward_pre_hook(partial(_with_arguments, cache), with_kwargs=True))
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
     # Models make no mask beside one of four dimensions.
     given = {"input_ids": ids, "position_ids": ids, "use_cache": False}

@@ -14,7 +14,7 @@ from ..plan.patterns import Pattern, as_pattern
 from .activations import activations
 from .cache import CacheBytes, sum_of_caches
 from .explain import Explanation
-from .layers import ModelAttention, explain_patterns
+from .layers import ModelAttention, explain_calls
 from .memory import (
     MemoryPart,
     Parallel,
@@ -196,10 +196,13 @@ def estimate(
     if size > MOST_GATHERED:
         raise ValueError(f"estimate: mixers gather rows of {size} bytes, of {MOST_GATHERED} at most: shorten the rows")
     call = {name: given[name] for name in ("seq_len", "layout", "dtype", "batch_size", "transport", "heads")}
-    calls = explain_patterns(shape.attention, world_size=setting.ring_size, **call)
-    exchanges = {pattern: calls[pattern] for pattern in shape.attention.layers}
+    _, exchanges = explain_calls(shape.attention, world_size=setting.ring_size, **call)
     source = "exact, from the plans of all ranks (plan/traffic.py)"
-    buffers = {x: buffers_part(y.decision.choice, y.busiest().buffers, source) for x, y in exchanges.items()}
+    buffers = {
+        number: buffers_part(y.decision.choice, y.busiest().buffers, source)
+        for numbers, y in exchanges
+        for number in numbers
+    }
     try:
         phases = _phases(shape, setting, buffers)
     except (*UNREADABLE, RuntimeError, AssertionError) as error:
@@ -213,7 +216,7 @@ def estimate(
         parts=tuple(x for parts, host in ((peak, False), (waiting, True)) for x in parts if x.bytes and x.host == host),
         phases={name: total_bytes(parts) for name, parts in phases.items()},
         phases_with_host={name: sum(part.bytes for part in parts) for name, parts in phases.items()},
-        exchanges={str(pattern): call for pattern, call in exchanges.items()},
+        exchanges={str(call.pattern): call for _, call in reversed(exchanges)},
         memory=memory,
     )
 
@@ -228,22 +231,23 @@ def gathered_bytes(shape: ModelShape, setting: TrainingSetting) -> int:
 
 def parts_by_bound(shape: ModelShape, setting: TrainingSetting, buffers: MemoryPart | None = None) -> list[MemoryPart]:
     """Returns the parts of the peak without a plan: as estimated, but with these buffers of every layer, or their bound."""
-    of_layers = dict.fromkeys(shape.attention.layers, buffers or _bound_of_buffers(shape.attention, setting))
+    of_layers = dict.fromkeys(shape.attention.numbers, buffers or _bound_of_buffers(shape.attention, setting))
     return max(_phases(shape, setting, of_layers).values(), key=total_bytes)
 
 
 def _phases(
-    shape: ModelShape, setting: TrainingSetting, buffers: Mapping[Pattern, MemoryPart]
+    shape: ModelShape, setting: TrainingSetting, buffers: Mapping[int, MemoryPart]
 ) -> dict[str, list[MemoryPart]]:
     """Returns the parts of each phase of a step, from the loss to the optimizer."""
     states, measured, count = state_parts(shape, setting), activations(shape, setting), len(shape.layers)
     patterns = dict(zip(shape.attention.numbers, shape.attention.layers))  # Layers that do not attend have no pattern.
     beside = {
         number: [
-            *(buffers[x], sums_part(shape.attention, setting, x)),
+            *(buffers[number], sums_part(shape.attention, setting, x)),
             workspace_part(shape.attention, setting, x == Pattern.exact()),
         ]
         for number, x in patterns.items()
+        if number not in shape.attention.gathering
     }
 
     def held(parameters: int, layers: int, saved: int, host: int) -> list[MemoryPart]:

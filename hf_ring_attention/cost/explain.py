@@ -49,6 +49,7 @@ class RankShare:
     ring: RankTraffic
     collective: RankTraffic
     heads: RankTraffic | None  # None if heads do not divide
+    gathered: RankTraffic | None = None  # of a model's layer that no transport serves; None for others
 
 
 @dataclass(frozen=True)

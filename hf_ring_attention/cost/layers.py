@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..plan.balance import busiest_over_mean
+from ..plan.branches import Window
+from ..plan.choices import Decision
 from ..plan.layouts import SequenceLayout
 from ..plan.patterns import Pattern
 from ..plan.problem import Documents
-from ..plan.state_runs import StateNumbers, rows_traffic, states_traffic
+from ..plan.state_runs import StateNumbers, gathered_traffic, rows_traffic, states_traffic
 from ..plan.traffic import RankTraffic
 from .cache import CacheBytes, cache_of_layer
 from .explain import Explanation, busiest_traffic, explain, number_bytes
@@ -32,6 +35,35 @@ class ModelMixers:
 
 
 @dataclass(frozen=True)
+class Gathering:
+    """What a layer gathers for whole rows over a ring, since no pattern tells which keys its queries need."""
+
+    numbers: int  # of a token, in the dtype of activations: keys and values, or hidden states
+    without_gradients: int = 0  # more numbers: index keys, cosines and sines
+    with_positions: bool = False
+    chosen: int | None = None  # the keys that a query chooses; None if it sees all
+
+    def traffic(self, layout: SequenceLayout, batch_size: int, dtype: Any) -> RankTraffic:
+        """Returns the bytes that every rank moves and holds in one of these layers."""
+        tokens, size = batch_size * layout.local_len, number_bytes(dtype)[0]
+        more = tokens * (self.without_gradients * size + 8 * self.with_positions)
+        return gathered_traffic(tokens * self.numbers * size, layout.world_size, more)
+
+    def in_place_of_transport(self, call: Explanation, moved: RankTraffic) -> Explanation:
+        """Returns the explanation of a call with these messages in place of those of a transport."""
+        if call.layout.world_size == 1:
+            return call
+        what = "no pattern expresses it" if self.chosen is None else f"each query chooses {self.chosen} keys"
+        return replace(
+            call,
+            decision=Decision("gathered", f"{what}, so each rank gathers the keys of whole rows"),
+            ranks=tuple(replace(share, gathered=moved) for share in call.ranks),
+            balance={"gathered": call.imbalance},
+            pieces_of_heads=1,  # Nothing is computed while they travel.
+        )
+
+
+@dataclass(frozen=True)
 class ModelAttention:
     """The attention of a model."""
 
@@ -49,6 +81,12 @@ class ModelAttention:
     kept_times: int | None = 1  # the heads for each key/value head in a `PatternCache`; None if it keeps every row
     first_without_keys: int | None = None  # from this layer on, layers read the keys of earlier ones; None for none
     positions: int | None = None  # that the config names; None if it does not
+    gathering: Mapping[int, Gathering] = field(default_factory=dict)  # by layer, of those that no transport serves
+
+    @property
+    def is_own(self) -> bool:
+        """Whether its layers attend as in Transformers, and not by ring_dilated."""
+        return any(x.chosen is None for x in self.gathering.values())
 
     def layers_of_patterns(self) -> dict[Pattern, list[int]]:
         """Returns the numbers of the layers that have each pattern."""
@@ -67,6 +105,8 @@ class ModelAttention:
             one = CacheBytes(one.whole, one.whole if self.kept_times is None else one.kept * self.kept_times)
             if self.latent is not None:
                 one = CacheBytes(tokens * batch_size * self.latent * number_bytes, one.kept)
+            if self.gathering:  # A PatternCache refuses them.
+                one = CacheBytes(one.whole, one.whole)
             if layers:
                 caches[pattern] = layers, one.times(len(layers))
         return caches
@@ -91,31 +131,52 @@ class StepExplanation:
     traffic: RankTraffic  # the most bytes that any rank moves in all layers, and holds at once
 
 
-def explain_patterns(attention: ModelAttention, **call: Any) -> dict[Pattern, Explanation]:
-    """Returns the call of the base pattern and of each other one, in the same layout, by arguments of `explain`."""
-    call |= {name: getattr(attention, name) for name in ("num_heads", "num_kv_heads", "head_dim", "value_dim")}
-    calls = {attention.base: explain(attention.base, **call)}
-    call["layout"] = calls[attention.base].layout
-    others = [pattern for pattern in dict.fromkeys(attention.layers) if pattern != attention.base]
-    return calls | {pattern: explain(pattern, **call) for pattern in others}
+def explain_calls(
+    attention: ModelAttention, *, batch_size: int, dtype: Any, **call: Any
+) -> tuple[Explanation, list[tuple[list[int], Explanation]]]:
+    """Returns the call that decides the layout; and for each kind of layers their numbers, and the call of one of them.
+
+    Args:
+        call: arguments of `explain`.
+    """
+    names = "num_heads", "num_kv_heads", "head_dim", "value_dim"
+    call |= {name: getattr(attention, name) for name in names} | {"batch_size": batch_size, "dtype": dtype}
+    if attention.is_own:
+        call["layout"] = "contiguous"
+    base = explain(attention.base, **call)
+    call["layout"] = base.layout
+    kinds: dict[tuple[Pattern, Gathering | None], list[int]] = {}
+    for number, pattern in zip(attention.numbers, attention.layers):
+        kinds.setdefault((pattern, attention.gathering.get(number)), []).append(number)
+    calls = []
+    for (pattern, gathering), numbers in kinds.items():
+        # A query that chooses keys computes with as many as one with a window.
+        chosen = None if gathering is None or gathering.chosen is None else Pattern((Window(gathering.chosen),))
+        of_kind = base if pattern == attention.base and chosen is None else explain(chosen or pattern, **call)
+        if gathering is not None:
+            moved = gathering.traffic(base.layout, batch_size, dtype)
+            of_kind = gathering.in_place_of_transport(replace(of_kind, pattern=pattern), moved)
+        calls.append((numbers, of_kind))
+    return base, calls
 
 
 def explain_layers(
     attention: ModelAttention, *, batch_size: int = 1, dtype: Any = "bfloat16", **call: Any
 ) -> StepExplanation:
     """Explains one step of all layers, by the arguments and with the errors of `explain`, but without the heads."""
-    calls = explain_patterns(attention, batch_size=batch_size, dtype=dtype, **call)
-    of_layers = [(numbers, calls[pattern]) for pattern, numbers in attention.layers_of_patterns().items()]
+    base, of_layers = explain_calls(attention, batch_size=batch_size, dtype=dtype, **call)
     counts = [(len(numbers), call) for numbers, call in of_layers]
-    layout, mixers = calls[attention.base].layout, None
+    layout, mixers = base.layout, None
     moved = [(count, call.traffic()) for count, call in counts]
+    for number in attention.gathering.keys() - {*attention.numbers}:
+        moved.append((1, [attention.gathering[number].traffic(layout, batch_size, dtype)] * layout.world_size))
     if attention.mixers is not None:
         documents = call.get("documents") or (((0, layout.seq_len),),) * batch_size
         mixers = attention.mixers.traffic(layout, number_bytes(dtype), documents)
         moved.append((len(attention.mixers.layers), [mixers] * layout.world_size))
     flops = [sum(n * call.ranks[rank].forward_flops for n, call in counts) for rank in range(layout.world_size)]
     return StepExplanation(
-        base=calls[attention.base],
+        base=base,
         calls=of_layers,
         mixers=mixers,
         flops=max(flops),

@@ -12,13 +12,21 @@ from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, Stri
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from ..hf.model.config import PatternsOfLayers, layer_pattern, patch_config
-from ..hf.model.support import why_no_pattern
-from ..hf.model.types import MIXER_LAYERS, MIXERS, OTHER_CACHES, OTHER_VALUES
+from ..hf.model.support import why_no_pattern, why_own_attention
+from ..hf.model.types import (
+    INDEXED,
+    INDEXED_LAYERS,
+    MIXER_LAYERS,
+    MIXERS,
+    OTHER_CACHES,
+    OTHER_VALUES,
+    WHOLE_LAYERS,
+)
 from ..hf.patch import take_pattern_of_adapters
 from ..plan.branches import Branch, Segment, Window
 from ..plan.patterns import Pattern
 from ..plan.state_runs import StateNumbers, delta_rule_sums, selective_sums, state_space_sums
-from .layers import ModelAttention, ModelMixers
+from .layers import Gathering, ModelAttention, ModelMixers
 
 #: Errors of Transformers for a config that it cannot read; its configs check little before they compute with an entry.
 UNREADABLE = (
@@ -128,9 +136,10 @@ def attention_of_model(
     """Returns the attention of the text model that a config describes; a pattern replaces the config's, as `patch_config`."""
     if pattern is not None:
         config = patch_config(copy.deepcopy(config), pattern)
-    text = config.get_text_config(decoder=True)
-    if refused := why_no_pattern(text):
-        raise ValueError(f"the attention of {name!r} is neither explained nor estimated: {refused}")
+    text = copy.copy(config.get_text_config(decoder=True))
+    text.is_encoder_decoder = False  # The decoder alone is a causal language model.
+    if pattern is not None and (refused := why_no_pattern(text)):
+        raise ValueError(f"{name!r} takes no pattern: {refused}")
     _check_alike(text, name)
     count = _positive(text, name, "num_hidden_layers")
     window = None if text.model_type == "moshi" else getattr(text, "sliding_window", None)  # Moshi's layers ignore it.
@@ -143,7 +152,8 @@ def attention_of_model(
     }
     if text.model_type in MIXERS and not getattr(text, "layer_types", None):
         raise ValueError(f"the config of {name!r}, a hybrid of type {text.model_type!r}, needs layer_types")
-    own = {number: of_kind.get(kind) for number, kind in enumerate(kinds) if kind in _ATTENDING}
+    attending = (*_ATTENDING, *INDEXED_LAYERS, *(kinds if why_own_attention(text, False) else ()))
+    own = {number: of_kind.get(kind) for number, kind in enumerate(kinds) if kind in attending}
     if not own:
         raise ValueError(f"no layer of {name!r} attends: its layers are {', '.join(sorted(set(kinds)))}")
     layers = {number: layer_pattern(text, number, branch) for number, branch in own.items()}
@@ -151,10 +161,12 @@ def attention_of_model(
     mixers = None
     if mixing and text.model_type in MIXERS:
         mixers = ModelMixers(mixing, _numbers_of_run(text), text.hidden_size, _GATHERED.get(text.model_type, False))
+    heads = _heads_of(text, name)
+    gathering = _gathering_of(text, name, kinds, heads)
     return ModelAttention(
         name=name,
         model_type=text.model_type,
-        **_heads_of(text, name),
+        **heads,
         base=layer_pattern(text, None),
         layers=tuple(layers.values()),
         numbers=tuple(layers),
@@ -162,7 +174,40 @@ def attention_of_model(
         kept_times=None if other_caches else times,
         first_without_keys=count - shared if (shared := getattr(text, "num_kv_shared_layers", None)) else None,
         positions=getattr(text, "max_position_embeddings", None),
+        gathering=gathering,
     )
+
+
+def _gathering_of(
+    text: PretrainedConfig, name: str, kinds: list[str], heads: Mapping[str, Any]
+) -> dict[int, Gathering]:
+    """Returns what layers gather over a ring, by their numbers, in place of the messages of a transport."""
+    keys = heads.get("latent") or heads["num_kv_heads"] * (heads["head_dim"] + heads["value_dim"])
+    if text.model_type in WHOLE_LAYERS:
+        rope = getattr(text, "qk_rope_head_dim", None)
+        whole = Gathering(text.hidden_size, 2 * (rope or 0), rope is not None)
+        return dict.fromkeys(range(len(kinds)), whole)
+    if why_own_attention(text, True):
+        return dict.fromkeys(range(len(kinds)), Gathering(keys))
+    gathering = {}
+    if text.model_type in INDEXED:
+        chosen, index = _choice_of(text, name)
+        shares = getattr(text, "indexer_types", None) or ["full"] * len(kinds)
+        for number in (number for number, kind in enumerate(kinds) if kind in INDEXED_LAYERS):
+            gathering[number] = Gathering(keys, index * (shares[number] != "shared"), chosen=chosen)
+        for number in getattr(text, "ple_layer_ids", ()):  # from 1: their n-grams and convolutions mix tokens
+            gathering[number - 1] = Gathering(text.hidden_size * text.hc_count, with_positions=True, chosen=chosen)
+    return gathering
+
+
+def _choice_of(text: Any, name: str) -> tuple[int, int]:
+    """Returns how many keys a query chooses, and the numbers of an index key."""
+    if text.model_type == "qwen4_exp_text":  # It chooses by positions, too.
+        rotary = int(text.head_dim * text.rope_parameters.get("partial_rotary_factor", 1))
+        return _positive(text, name, "indexer_budget"), _positive(text, name, "indexer_head_dim") + 2 * rotary
+    if hasattr(text, "index_block_size"):
+        return text.index_topk_blocks * text.index_block_size, text.index_head_dim
+    return text.index_topk, 2 * text.index_head_dim + 1 if hasattr(text, "index_kpool") else text.index_head_dim
 
 
 def _heads_of(text: PretrainedConfig, name: str) -> dict[str, Any]:

@@ -14,7 +14,9 @@ import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
+from ..hf.layer.indexed import attach_indexers
 from ..hf.model.models import why_not
+from ..hf.model.wrappers import runner_of
 from ..hf.names import IMPLEMENTATION
 from ..hybrids.mixers import leave_out
 from ..hybrids.models import mixers_of
@@ -61,6 +63,11 @@ def shape_of_model(model: Any, pattern: Pattern | str | None = None) -> ModelSha
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"Transformers makes no causal language model of type {text.model_type!r}")
     attention = attention_of_model(config, config.name_or_path or text.model_type, pattern)
+    if attention.is_own:
+        raise ValueError(
+            f"models of type {text.model_type!r} keep the attention of Transformers, whose scores grow with the square of the "
+            f"row: measure a step"
+        )
     if hasattr(text, IMPLEMENTATION):
         delattr(text, IMPLEMENTATION)  # Only the sizes of the model count here.
     try:
@@ -74,6 +81,7 @@ def shape_of_model(model: Any, pattern: Pattern | str | None = None) -> ModelSha
     layers, kinds = _read_layers(stack), _kinds_of(stack, text, attention)
     for _, mixer in mixers_of(made, text):
         leave_out(mixer)
+    attach_indexers(runner_of(made))
     return ModelShape(
         attention=attention,
         model_type=text.model_type,

@@ -6,21 +6,30 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache
 
+from ..compute.chosen import attend_to_chosen
+from ..compute.kernel import Saved
+from ..compute.merge import accumulation_dtype
 from ..compute.private import GROUPED_MM, DispatchMode, tree_leaves
+from ..hf.layer.indexed import choice_of
 from ..ring.operator import CALLS
 
 #: The attention implementation of models that are measured.
 MEASURING = "hf_ring_attention_measured"
 
-#: The attribute of modules that says whether their attention is one tile, and whether the fused kernel computes patterns.
+#: The attribute of modules that says whether their attention is one tile, and whether the fused kernel computes patterns; and
+#: the fields of `_ChosenWithoutNumbers` where queries choose their keys.
 KERNEL = "_measured_kernel"
+
+#: A slice of queries that have chosen keys holds about as many tensors of its size at once.
+SLICES = 3
 
 #: The part of a step, the number of its layer, and whether the last slice of the tokens is computed.
 Phase = tuple[str, int, bool]
@@ -156,6 +165,33 @@ def _empty_grouped_mm(a: Tensor, b: Tensor, groups: Tensor, *args: Any, **kwargs
     return a.new_empty(*groups.shape[: 3 - b.dim()], a.shape[0], b.shape[-1])
 
 
+class CacheOfRing(Cache):
+    """Stands for a `RingCache` of this many ranks, which returns the keys and values of whole rows."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__(layers=[])
+        self.ranks = ranks
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return torch.cat([key_states] * self.ranks, 2), torch.cat([value_states] * self.ranks, 2)
+
+
+class _ChosenWithoutNumbers(NamedTuple):
+    """Makes what attention to chosen keys (compute/chosen.py) holds, without numbers."""
+
+    slice_bytes: int
+    gathers: bool  # whether it gathers the keys of each query, and adds no gradients of all keys up for a slice
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+
+    def backward(self, indices: Tensor, dout: Tensor, saved: Saved, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        dk, dv = (torch.empty_like(x, dtype=saved.lse.dtype) for x in (saved.k, saved.v))
+        dq, of_slice = torch.empty_like(saved.q), [dk.new_empty(SLICES * self.slice_bytes, dtype=torch.uint8)]
+        of_slice += [] if self.gathers else [torch.empty_like(saved.k), torch.empty_like(saved.v)]
+        return dq, dk, dv
+
+
 class _Named:
     """Stands for a planned call, which nobody executes."""
 
@@ -165,8 +201,12 @@ _CALL = _Named()
 
 def _measured_attention(module: nn.Module, *tensors: Any, **kwargs: Any) -> tuple[Tensor, None]:
     """The operator of attention on tensors without numbers: it saves and keeps what it does elsewhere."""
+    if (chosen := choice_of(tensors[3], kwargs)) is not None:
+        q, k, v = tensors[:3]
+        way = _ChosenWithoutNumbers(*getattr(module, KERNEL)[2])
+        return attend_to_chosen(q, k, v, chosen, 1.0, kwargs.get("s_aux"), way=way).transpose(1, 2).contiguous(), None
     (batch, heads, tokens, _), width = tensors[0].shape, tensors[2].shape[-1]
-    is_one_tile, is_fused = getattr(module, KERNEL)
+    is_one_tile, is_fused, _ = getattr(module, KERNEL)
     by_torch = is_one_tile and kwargs.get("softcap") is None and tensors[0].shape[-1] == width
     number = torch.tensor([CALLS.add(_CALL)], device="cpu")
     if is_one_tile or is_fused:  # They take views, and write gradients in the order of their tensors.

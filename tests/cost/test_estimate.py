@@ -1,6 +1,7 @@
 """Estimates: parameters are the model's own, memory is near the peaks of real steps, and a length that should fit fits."""
 
 import contextlib
+import copy
 import dataclasses
 import json
 import re
@@ -18,10 +19,13 @@ from transformers import AutoModelForCausalLM, Gemma3Config
 
 import hf_ring_attention as ra
 from hf_ring_attention.cli import main as cli
+from hf_ring_attention.compute import chosen
+from hf_ring_attention.cost import activations
 from hf_ring_attention.cost.memory import MemoryPart, sums_part, workspace_part
 from hf_ring_attention.cost.questions import bound_of_peak, longest_sequence, next_switches, smallest_ring
 from hf_ring_attention.cost.shape import shape_of_model
 from hf_ring_attention.cost.trace import LiveBytes
+from hf_ring_attention.hf.layer import indexed
 from hf_ring_attention.hf.model.types import MIXERS
 from hf_ring_attention.hybrids.mixers import MOST_GATHERED
 from hf_ring_attention.hybrids.models import mixers_of
@@ -31,15 +35,16 @@ from tests.hf.test_sharded_types import SCALED
 from tests.support.measured_once import measured_anew, measured_once
 from tests.support.ranks import TIMEOUT, forked
 from tests.support.refusals import refused
-from tests.support.tiny_models import VOCAB, tiny_config
+from tests.support.tiny_models import CAUSAL_TYPES, VOCAB, tiny_config
 
 LLAMA_8B = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
 LLAMA_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
 #: An estimate may be off by so much of what was measured.
 BOUND = 0.15
+HYBRIDS = [name for name in MIXERS if name in CAUSAL_TYPES]
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe", "deepseek_v3", "gpt2", "phi3", *MIXERS])
+@pytest.mark.parametrize("model_type", [*"llama gemma2 qwen3_moe deepseek_v3 gpt2 phi3".split(), *HYBRIDS])
 def test_parameters_and_mixers_are_the_models(model_type):
     config = tiny_config(model_type)
     with torch.device("meta"):
@@ -51,7 +56,7 @@ def test_parameters_and_mixers_are_the_models(model_type):
     own = sum(one.parameters - one.shared for one in shape.layers)
     assert own == sum(p.numel() for p in stack.parameters())  # Zamba's layers share some.
     mixing = tuple(number for number, layer in enumerate(stack) if mixers_of(layer, config))
-    assert mixing == (shape.attention.mixers.layers if model_type in MIXERS else ())
+    assert mixing == (shape.attention.mixers.layers if model_type in HYBRIDS else ())
 
 
 def test_a_model_has_the_parameters_of_its_card():
@@ -89,6 +94,43 @@ def test_activations_are_the_live_bytes_of_a_step(model_type, way):
     states = sum(part.bytes for part in answer.parts if part.name in ("parameters", "optimizer state"))
     counted = max(size for phase, size in answer.phases.items() if phase.startswith("backward")) - states
     assert counted == pytest.approx(live.peak, rel=0.05)
+
+
+@pytest.mark.drawn(4)
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("model_type", ["axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4", "minimax_m3_vl_text"])
+def test_layers_that_choose_keys_hold_the_live_bytes_of_a_step(model_type, ranks, checkpointing, monkeypatch):
+    """Keys of whole rows are held on every rank; in small slices, which would hide the rest of so small a model."""
+    for module, name in (
+        (indexed, "SCORES_BYTES"),
+        (chosen, "SLICE_BYTES_OF_CPUS"),
+        (activations, "SLICE_BYTES_OF_CPUS"),
+    ):
+        monkeypatch.setattr(module, name, 1 << 16)
+    monkeypatch.setattr(chosen, "_gathering_way", lambda *_: chosen._Gathered)
+    tokens, config = 1024, tiny_config(model_type, max_position_embeddings=1024)
+    made = AutoModelForCausalLM.from_config(config).float().train()
+    copies, ids = [copy.deepcopy(made) for _ in range(ranks)], torch.arange(tokens)[None] % VOCAB
+
+    def work(ring):
+        model = ra.patch_model(copies[ring.rank], ring=ring)
+        if checkpointing:
+            model.activation_checkpointing_enable()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        model.zero_grad()
+        with LiveBytes([*model.parameters(), *model.buffers()]) as live:
+            loss = model(ids, labels=ids, use_cache=False).loss
+            live.peak = 0
+            loss.backward()
+        return live.peak
+
+    peak = work(ra.Ring.alone()) if ranks == 1 else max(ra.run_simulated(work, ranks))
+    setting = {"devices": ranks, "checkpointing": checkpointing, "keep_attention": False}
+    answer = ra.estimate(config, tokens, dtype="float32", parallel="ddp", device="cpu", **setting)
+    kept = "parameters", "optimizer state", "gradient buckets"
+    counted = max(size for phase, size in answer.phases.items() if phase.startswith("backward"))
+    assert counted - sum(part.bytes for part in answer.parts if part.name in kept) == pytest.approx(peak, rel=0.05)
 
 
 def held_behind_forward(ring, **options):

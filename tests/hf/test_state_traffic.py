@@ -4,25 +4,26 @@ import itertools
 
 import pytest
 import torch
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import hf_ring_attention as ra
+from hf_ring_attention.cost.layers import explain_layers
 from hf_ring_attention.cost.models import attention_of_model
 from hf_ring_attention.cost.trace import LiveBytes
 from hf_ring_attention.hf.forward_pass import running_with
 from hf_ring_attention.hf.loss.on_use import values_of
-from hf_ring_attention.hf.model.types import MIXERS
+from hf_ring_attention.hf.model.types import INDEXED, MIXERS, OWN_ATTENTION, OWN_ATTENTION_OVER_RINGS
+from hf_ring_attention.hf.model.wrappers import runner_of, takes
 from hf_ring_attention.hybrids import states
 from hf_ring_attention.plan.choices import decide_call
 from hf_ring_attention.plan.problem import Problem
 from hf_ring_attention.plan.state_runs import rows_traffic, runs_of, states_traffic
 from hf_ring_attention.plan.traffic import RowBytes, collective_traffic, ring_traffic
 from tests.support.ranks import on_ranks, run_simulated
-from tests.support.tiny_models import VOCAB, tiny_config, tiny_model
+from tests.support.tiny_models import CAUSAL_TYPES, VOCAB, tiny_config, tiny_model
 
 #: One of each kind of state, and one whose rows are gathered.
 KINDS = ["lfm2", "qwen3_next", "kimi_linear", "bamba", "jamba", "minimax"]
-TYPES = [name for name in MIXERS if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+TYPES = [name for name in MIXERS if name in CAUSAL_TYPES and name not in INDEXED]
 ITEM = 8  # bytes: tests compute in float64
 
 
@@ -108,6 +109,36 @@ def test_bytes_are_those_that_the_config_tells(model_type, world_size, layout):
             assert whole_longer.forward.sent == 2 * whole.forward.sent
         else:
             assert whole_longer == whole, "the bytes of states depend on the length"
+
+
+GATHERING = [*OWN_ATTENTION, *OWN_ATTENTION_OVER_RINGS, *(x for x in INDEXED if x in CAUSAL_TYPES)]
+
+
+@pytest.mark.drawn(6)
+@pytest.mark.parametrize("model_type", [x for x in GATHERING if not x.startswith("dots3_note")])
+def test_bytes_of_gathered_rows_are_explained(model_type):
+    """Of models that keep their own attention, or whose layers choose keys; dots3_note has layers of several sizes."""
+    attention = attention_of_model(tiny_config(model_type), model_type)
+    ids, positions, _ = next(rows(24))
+
+    def work(ring, model):
+        call = {"seq_len": 24, "world_size": 2, "batch_size": 2, "dtype": "float64"}
+        step = explain_layers(attention, layout=ring.layout, **call)
+        parts = [call.traffic()[ring.rank] for numbers, call in step.calls for _ in numbers]
+        parts += [step.mixers] * len(attention.mixers.layers) if attention.mixers else []
+        beside = attention.gathering.keys() - {*attention.numbers}
+        parts += [attention.gathering[number].traffic(step.base.layout, 2, "float64") for number in beside]
+        ring.reset_traffic()
+        given = {"position_ids": positions} if takes(runner_of(model), "position_ids") else {}
+        with running_with(on_use=True):
+            values = values_of(model(ids, use_cache=False, **given).logits)
+        logits = values.of_states(values.part)
+        assert moved(ring) == added(x.forward for x in parts)
+        logits.sum().backward()
+        assert moved(ring) == added(y for x in parts for y in (x.forward, x.backward))
+        assert step.traffic.forward.sent > 0
+
+    on_ranks(work, lambda: tiny_model(model_type, "eager"))
 
 
 @pytest.mark.parametrize("model_type", ["lfm2", "qwen3_next"])

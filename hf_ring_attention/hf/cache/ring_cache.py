@@ -21,8 +21,8 @@ from ...ring.operator import UNTRACEABLE
 from ...ring.shards import whole_of
 from ..forward_pass import ForwardPass, forward_pass_of
 from ..model.config import warn_once
-from ..model.types import INDEXED_LAYERS, WHOLE_LAYERS
-from ..model.wrappers import attachment_of, by_name, cache_in, cache_names, takes
+from ..model.types import WHOLE_LAYERS
+from ..model.wrappers import attachment_of, by_name, cache_in, cache_names, modules_with_choices, takes
 
 
 class RingCache(Cache):
@@ -86,12 +86,9 @@ def attach_ring_cache(decoder: nn.Module) -> None:
     """
     config: Any = decoder.config
     own = attachment_of(decoder).own_attention and config.model_type not in WHOLE_LAYERS
-    kinds = getattr(config, "layer_types", None) or ()
-    indexed = [number for number, kind in enumerate(kinds) if kind in INDEXED_LAYERS]
-    for module in decoder.modules():
-        chosen = own or (getattr(module, "layer_idx", None) in indexed and hasattr(module, "indexer"))
+    for module in decoder.modules() if own else modules_with_choices(decoder):
         checkpointed = isinstance(module, GradientCheckpointingLayer)
-        if chosen and module is not decoder and not checkpointed and cache_names(type(module).forward):
+        if module is not decoder and not checkpointed and cache_names(type(module).forward):
             module.register_forward_pre_hook(_with_ring_cache, with_kwargs=True)
 
 

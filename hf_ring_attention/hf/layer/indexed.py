@@ -22,8 +22,7 @@ from ...compute.private import implementation_of, tree_map
 from ...ring.operator import UNTRACEABLE
 from ...ring.shards import whole_of
 from ..forward_pass import ForwardPass, forward_pass_of
-from ..model.types import INDEXED
-from ..model.wrappers import by_name, cache_in, cache_names
+from ..model.wrappers import by_name, cache_in, cache_names, modules_with_choices
 from ..names import IMPLEMENTATION
 from ..rows.documents import documents_from_mask
 from .checks import LayerSettings, check_call
@@ -82,8 +81,7 @@ class _IndexKeys:
 
 def attach_indexers(model: nn.Module) -> None:
     """Makes the indexers of a model choose for slices of queries; those of layers that share a choice have none."""
-    of_type = model.config.model_type in INDEXED  # type: ignore[union-attr, operator]
-    for module in cast(Any, model.modules() if of_type else ()):
+    for module in modules_with_choices(model):
         if hasattr(type(module), "build_attention_mask_from_topk"):
             module.build_attention_mask_from_topk = MethodType(_choice_as_mask, module)
         indexer = getattr(module, "indexer", None)
@@ -95,7 +93,7 @@ def attach_indexers(model: nn.Module) -> None:
 
 def _choice_as_mask(module: Any, topk_indices: Tensor, query_states: Tensor, kv_length: int) -> Tensor:
     """Gives attention the choice of a layer of GLM 5.3 in place of a mask [B, 1, m, n]: other layers give both."""
-    if implementation_of(module.config) == IMPLEMENTATION:
+    if topk_indices.is_meta or implementation_of(module.config) == IMPLEMENTATION:
         return topk_indices
     return cast(Tensor, type(module).build_attention_mask_from_topk(module, topk_indices, query_states, kv_length))
 
@@ -103,12 +101,11 @@ def _choice_as_mask(module: Any, topk_indices: Tensor, query_states: Tensor, kv_
 def _note_mask(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Tells the indexer of an attention module the mask, which some indexers are not given."""
     kwargs = by_name(module, args, kwargs)
-    module.indexer.forward.mask = mask = kwargs["attention_mask"]
-    combines = isinstance(module.indexer.forward, PooledIndexerInSlices) and mask.dtype != torch.bool
-    if combines and implementation_of(module.config) == IMPLEMENTATION:
-        kwargs["attention_mask"] = torch.ones(
-            1, dtype=torch.bool, device=mask.device
-        )  # `_InPlaceOfMask` takes its place.
+    module.indexer.forward.mask, hidden = kwargs["attention_mask"], kwargs["hidden_states"]
+    ours = hidden.is_meta or implementation_of(module.config) == IMPLEMENTATION
+    if ours and isinstance(module.indexer.forward, PooledIndexerInSlices):
+        # `_InPlaceOfMask` takes its place.
+        kwargs["attention_mask"] = torch.ones(1, dtype=torch.bool, device=hidden.device)
     return (), kwargs
 
 
@@ -124,7 +121,13 @@ class IndexerInSlices:
         self.mask: Tensor | None = None
         self.block: int | None = getattr(module, "block_size", None)  # MiniMax M3 chooses blocks of this many keys
         self.pools = hasattr(module, "index_kpool")  # GLM 5.3 chooses pools of keys, and marks keys that are padding
-        self.heads = next(int(x) for x in map(vars(module).get, ("n_heads", "num_heads", "index_n_heads")) if x)
+        sizes = vars(module)
+        if self.block:
+            self.most = sizes["topk_blocks"] * self.block  # the keys that a query chooses
+        else:
+            pool = sizes.get("index_kpool", sizes.get("compress_ratio", 1))
+            self.most = sizes.get("index_topk", sizes.get("token_budget")) + pool - 1
+        self.heads = next(int(x) for x in map(sizes.get, ("n_heads", "num_heads", "index_n_heads")) if x)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> IndexerInSlices:
         copied = copy.copy(self)
@@ -136,9 +139,12 @@ class IndexerInSlices:
     @torch.compiler.disable(reason=UNTRACEABLE)
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         given, config = by_name(self.module, args, kwargs), getattr(self.attention, "config", None)
+        hidden = given["hidden_states"]
+        if hidden.is_meta:  # An estimate measures the model.
+            return self._with_choices(hidden, [], self.most)
         if implementation_of(config) != IMPLEMENTATION:
             return self._run(given, cache_in(given))
-        now, hidden = forward_pass_of(config, self.attention), given["hidden_states"]
+        now = forward_pass_of(config, self.attention)
         tokens = Tokens() if self.pools else tokens_of(self.mask)
         if now is None or tokens.valid is not None:
             wrong = "was called outside of its model" if now is None else "got rows with padding inside a document"
@@ -147,7 +153,9 @@ class IndexerInSlices:
                 f"rows of one length, or use 'sdpa'"
             )
         parts = [] if now.probes else list(self._choices(given, tokens, now))
-        width = max((part.shape[3] for *_, part in parts), default=1)
+        return self._with_choices(hidden, parts, max((part.shape[3] for *_, part in parts), default=1))
+
+    def _with_choices(self, hidden: Tensor, parts: list[tuple[Tensor, Tensor, Tensor]], width: int) -> Tensor:
         shape = len(hidden), self.heads if self.block else 1, hidden.shape[1], width
         found = hidden.new_full(shape, -1, dtype=torch.int32)
         for rows, places, part in parts:

@@ -23,6 +23,7 @@ from transformers.cache_utils import Cache
 from ...compute.private import compiled_module
 from ...ring.operator import Numbered
 from ...ring.ring import Ring, ring_alone
+from .types import INDEXED, INDEXED_LAYERS
 
 #: Returns the signature of the forward of a class.
 signature_of = functools.cache(inspect.signature)
@@ -284,6 +285,14 @@ def cache_in(arguments: Mapping[str, Any]) -> Cache | None:
 
 
 @functools.cache
+def modules_with_choices(decoder: nn.Module) -> list[Any]:
+    """Returns the attention modules of a decoder whose queries choose their keys, by an indexer of their own or of another."""
+    config: Any = decoder.config
+    kinds = (getattr(config, "layer_types", None) or ()) if config.model_type in INDEXED else ()
+    numbers = [number for number, kind in enumerate(kinds) if kind in INDEXED_LAYERS]
+    return [x for x in decoder.modules() if hasattr(x, "indexer") and getattr(x, "layer_idx", None) in numbers]
+
+
 def cache_names(forward: Callable[..., Any]) -> tuple[str, ...]:
     """Returns the parameters that hold a cache, such as "cache" (since 5.24) or "past_key_values", or are annotated so."""
     return tuple(
