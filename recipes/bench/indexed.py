@@ -57,16 +57,15 @@ def main(words: Sequence[str] | None = None) -> None:
     args, shape = options(__doc__ or "", words, **defaults)
     rows = []
     for tokens in args.tokens:
-        found = {}
-        for way in ("stock", "here") if tokens <= args.stock_tokens else ("here",):
-            turns = [
-                launch(step, 1, way, shape.heads, tokens, shape.device, device=shape.device)
-                for _ in range(args.repeats)
-            ]
-            found[way] = [statistics.median(turn[0] for turn in turns), max(turn[1] for turn in turns) / MIB]
-        stock, here = found.get("stock", ["-", "-"]), found["here"]
-        ratio = here[0] / stock[0] if isinstance(stock[0], float) else "-"
-        rows.append([str(tokens), *stock, *here, ratio])
+        ways = ("stock", "here") if tokens <= args.stock_tokens else ("here",)
+        turns = [
+            [launch(step, 1, way, shape.heads, tokens, shape.device, device=shape.device) for way in ways]
+            for _ in range(args.repeats)
+        ]
+        figures = [[statistics.median(x for x, _ in way), max(x for _, x in way) / MIB] for way in zip(*turns)]
+        stock: list[float | str] = [*figures[0]] if len(ways) > 1 else ["-", "-"]
+        ratio = statistics.median(pair[1][0] / pair[0][0] for pair in turns) if len(ways) > 1 else "-"
+        rows.append([str(tokens), *stock, *figures[-1], ratio])
     headings = "tokens|stock\nms|stock\npeak MiB|here\nms|here\npeak MiB|here /\nstock"
     table("Forward and backward of two layers that choose 256 keys", headings, rows)
 
