@@ -12,7 +12,7 @@ from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, Stri
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from ..hf.model.config import PatternsOfLayers, layer_pattern, patch_config
-from ..hf.model.support import why_no_pattern, why_own_attention
+from ..hf.model.support import why_own_attention
 from ..hf.model.types import (
     INDEXED,
     INDEXED_LAYERS,
@@ -138,7 +138,7 @@ def attention_of_model(
         config = patch_config(copy.deepcopy(config), pattern)
     text = copy.copy(config.get_text_config(decoder=True))
     text.is_encoder_decoder = False  # The decoder alone is a causal language model.
-    if pattern is not None and (refused := why_no_pattern(text)):
+    if pattern is not None and (refused := why_own_attention(text, False)):
         raise ValueError(f"{name!r} takes no pattern: {refused}")
     _check_alike(text, name)
     count = _positive(text, name, "num_hidden_layers")
@@ -157,6 +157,7 @@ def attention_of_model(
     if not own:
         raise ValueError(f"no layer of {name!r} attends: its layers are {', '.join(sorted(set(kinds)))}")
     layers = {number: layer_pattern(text, number, branch) for number, branch in own.items()}
+    layers |= {number: Pattern.exact() for number in own if kinds[number] in INDEXED_LAYERS}
     mixing = tuple(number for number, kind in enumerate(kinds) if kind in MIXER_LAYERS)
     mixers = None
     if mixing and text.model_type in MIXERS:

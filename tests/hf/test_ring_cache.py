@@ -1,6 +1,5 @@
 """Types that keep the attention of Transformers compute over rings, from gathered keys, what one process does."""
 
-import functools
 import logging
 
 import pytest
@@ -14,6 +13,7 @@ from ..support.probe import BOUNDS, STOCK
 from ..support.ranks import on_ranks
 from ..support.tiny_models import VOCAB, tiny_model
 from ..support.tolerance import distance, gradients_distance
+from ..support.training import checkpointed_step
 from .alike import refused
 
 TYPES = [*OWN_ATTENTION, *OWN_ATTENTION_OVER_RINGS]
@@ -33,52 +33,32 @@ def rows(length=19, padded=True):
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-def trained(model, checkpoints=True, **inputs):
-    """The loss of a step in training mode, and the gradients by name."""
-    model.train()
-    if checkpoints and model.supports_gradient_checkpointing:
-        model.activation_checkpointing_enable()
-    loss = model(**inputs).loss
-    loss.backward()
-    return loss.detach(), {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
-
-
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_checkpointed_training_is_that_of_one_process(model_type, ranks):
     """Checkpointing takes caches away from layers. 19 tokens do not divide among the ranks."""
-    loss, gradients = trained(stock(model_type), False, **rows())
-    found = on_ranks(lambda ring, model: trained(model, **rows()), lambda: stock(model_type), ranks)
+    loss, gradients = checkpointed_step(stock(model_type), rows(), checkpoints=False)
+    found = on_ranks(lambda ring, model: checkpointed_step(model, rows()), lambda: stock(model_type), ranks)
     bound = BOUNDS[loss.dtype]
     mean = {name: sum(of_rank[name] for _, of_rank in found) / ranks for name in gradients}
     assert all(abs(x - loss) <= bound * loss for x, _ in found)
     assert gradients_distance(mean, gradients) <= bound
 
 
-@torch.no_grad()
-def test_qwen_with_embeddings_of_several_tokens():
-    """Its n-grams and convolutions reach into the parts of other ranks."""
-    sizes = {"ple_layer_ids": [1], "ple_embed_dim": 16, "ngram_vocab_size_base": 53, "heads_per_ngram": 2}
-    inputs = {name: x for name, x in rows().items() if name != "labels"}
-    make = functools.partial(stock, "qwen4_exp_text", make_ngram_vocab_size_divisible_by=8, **sizes)
-    expected, valid = make()(**inputs, use_cache=False).logits, inputs["attention_mask"].bool()
-    for found in on_ranks(lambda ring, model: model(**inputs, use_cache=False).logits[:], make, 3):
-        assert distance(found[valid], expected[valid]) <= BOUNDS[torch.float32]
-
-
-@pytest.mark.parametrize("model_type", ["falcon", "bart"])
-def test_processes(ranks, model_type):
-    expected = trained(stock(model_type), False, **rows())[0]
-    for loss, moved in ranks.run(loss_of_process, 2, model_type):
+@pytest.mark.parametrize(("model_type", "wrap"), [("falcon", "ddp"), ("bart", "fsdp2")])
+def test_processes(ranks, model_type, wrap):
+    expected, gradients = checkpointed_step(stock(model_type), rows(), checkpoints=False)
+    for (loss, mean), moved in ranks.run(step_of_process, 2, model_type, wrap):
         assert abs(loss - expected) <= BOUNDS[torch.float64] * expected
+        assert gradients_distance(mean, gradients) <= BOUNDS[torch.float64]
         assert moved > 0
 
 
-def loss_of_process(rank, model_type):
+def step_of_process(rank, model_type, wrap):
     ring = ra.Ring()
-    loss = trained(ra.patch_model(stock(model_type), ring=ring), **rows())[0]
-    return loss, ring.traffic().sent_bytes
+    model = ra.patch_model(stock(model_type), ring=ring)
+    return checkpointed_step(model, rows(), wrap), ring.traffic().sent_bytes
 
 
 @torch.no_grad()

@@ -238,3 +238,25 @@ def bounds_of(nudged, run):
     found = differences(nudged, run)
     assert found["parameters"] > 0, "the nudged weights were not used"
     return {name: allowed(error) for name, error in found.items()}
+
+
+def checkpointed_step(model, inputs, wrap=None, checkpoints=True):
+    """The loss of a step in training mode, and the gradients by name: the ranks' mean under DDP and FSDP 2."""
+    model.train()
+    if checkpoints and model.supports_gradient_checkpointing:
+        model.activation_checkpointing_enable()
+    called, named = model, model.named_parameters
+    if wrap == "ddp":
+        called = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)  # Indexers get none.
+    if wrap == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        for stack in [x for x in model.modules() if isinstance(x, torch.nn.ModuleList)]:
+            for layer in stack:
+                fully_shard(layer)
+        fully_shard(model)
+    loss = called(**inputs).loss
+    loss.backward()
+    gradients = {name: x.grad for name, x in named() if x.grad is not None}
+    whole = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in gradients.items()}
+    return loss.detach(), whole
