@@ -77,7 +77,7 @@ def activations(shape: ModelShape, setting: TrainingSetting) -> Activations:
     keeps = setting.checkpointing and setting.keep_attention
     way = _Way(
         setting.dtype, setting.checkpointing, keeps, setting.offload, setting.slices(at_once), one_tile, setting.is_fused,
-        setting.ring_size if shape.attention.gathering else 1, _slices(shape.attention, setting),
+        setting.ring_size if shape.attention.gathering else 1, _slices_of_choices(shape.attention, setting),
     )  # fmt: skip
     if way not in shape.lines:
         shape.lines[way] = _measured_lines(shape, way)
@@ -88,7 +88,7 @@ def activations(shape: ModelShape, setting: TrainingSetting) -> Activations:
     return _of_all_layers(found, shape.kinds)
 
 
-def _slices(attention: ModelAttention, setting: TrainingSetting) -> tuple[int, bool] | None:
+def _slices_of_choices(attention: ModelAttention, setting: TrainingSetting) -> tuple[int, bool] | None:
     for gathering in attention.gathering.values():
         if gathering.chosen is not None:
             group = 1 if attention.latent else attention.num_heads // attention.num_kv_heads

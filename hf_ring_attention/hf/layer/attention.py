@@ -29,7 +29,7 @@ from .checks import (
     check_padding,
     name_of,
 )
-from .indexed import attention_by_choice, choice_of
+from .indexed import CHOICES, attention_by_choice, choice_of
 from .masks import TOKENS, OwnBranch, Tokens, padding_first, tokens_of
 
 #: The attribute of attention modules that holds a function of a layer's call and its output, which returns that output.
@@ -111,8 +111,10 @@ def _layer_attention(module: nn.Module, tensors: LayerTensors, mask: Tensor | No
     now = forward_pass_of(getattr(module, "config", None), module) or new_pass(module)
     if now.probes:  # Some layers share keys and values, and Llama 4 scales queries by their places.
         return F.pad(F.normalize(tensors[0], dim=-1), (0, tensors[2].shape[-1] - tensors[0].shape[-1])).transpose(1, 2)
-    if (chosen := choice_of(mask, settings[4])) is not None:
-        return attention_by_choice(module, tensors, chosen, settings, now)
+    if not CHOICES.isdisjoint(settings[4]) or (mask is not None and mask.dim() == 3):
+        chosen = choice_of(mask, settings[4])
+        if chosen is not None:
+            return attention_by_choice(module, tensors, chosen, settings, now)
     (query, key, value, sinks), tokens = tensors, getattr(mask, TOKENS, None) or _tokens_of(module, mask, now)
     if now.kept is not None and now.kept.arrival.seen:
         return _attention_to_kept(module, tensors, tokens, settings, now)

@@ -29,7 +29,7 @@ from .checks import LayerSettings, check_call
 from .masks import Tokens, tokens_of
 
 #: The arguments of a layer that bring its choice.
-CHOICES = "indices", "block_indices"
+CHOICES = frozenset(("indices", "block_indices"))
 
 _ROPE = "position_embeddings"
 

@@ -284,7 +284,6 @@ def cache_in(arguments: Mapping[str, Any]) -> Cache | None:
     return next((value for value in arguments.values() if isinstance(value, Cache)), None)
 
 
-@functools.cache
 def modules_with_choices(decoder: nn.Module) -> list[Any]:
     """Returns the attention modules of a decoder whose queries choose their keys, by an indexer of their own or of another."""
     config: Any = decoder.config
@@ -293,6 +292,7 @@ def modules_with_choices(decoder: nn.Module) -> list[Any]:
     return [x for x in decoder.modules() if hasattr(x, "indexer") and getattr(x, "layer_idx", None) in numbers]
 
 
+@functools.cache
 def cache_names(forward: Callable[..., Any]) -> tuple[str, ...]:
     """Returns the parameters that hold a cache, such as "cache" (since 5.24) or "past_key_values", or are annotated so."""
     return tuple(
