@@ -128,14 +128,17 @@ def _print_estimate(answer: Estimate, figures: dict[str, Any], model: str) -> No
 
 
 def _print_cache(answer: Estimate, cache: dict[str, Any]) -> None:
+    def kept(size: dict[str, int]) -> str:
+        return short_bytes(size["kept"]) if answer.shape.attention.takes_pattern_cache else "refused"
+
     rows: list[tuple[Any, ...]] = [
-        (pattern, len(size["layers"]), short_bytes(size["kept"]), short_bytes(size["whole"]))
+        (pattern, len(size["layers"]), kept(size), short_bytes(size["whole"]))
         for pattern, size in cache["patterns"].items()
     ]
     if len(rows) > 1:
         layers = sum(row[1] for row in rows)
         rows = rows if len(rows) <= MOST_SHOWN else []
-        rows.append(("all", layers, short_bytes(cache["kept"]), short_bytes(cache["whole"])))
+        rows.append(("all", layers, kept(cache), short_bytes(cache["whole"])))
     notes = []
     if "most_tokens" in cache:
         most = {kind: "any number" if count is None else f"{count:,}" for kind, count in cache["most_tokens"].items()}

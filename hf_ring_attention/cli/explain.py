@@ -82,7 +82,7 @@ def _comparisons(args: Namespace, step: StepExplanation, times: list[Times]) -> 
     """Yields a line for each pattern, with its name, that compares the transports over the last link."""
     for (_, call), of_pattern in zip(_shown(step), times):
         last = {name: of_links[-1] for name, of_links in of_pattern.items()}
-        pattern = f"{call.pattern}: " * (len(step.calls) > 1)
+        pattern = f"{call.name}: " * (len(step.calls) > 1)
         yield "times", pattern + compared(call, last, f"{args.gbps[-1]:g} Gbit/s")
 
 
@@ -112,7 +112,7 @@ def _print_times(args: Namespace, step: StepExplanation, times: list[Times]) -> 
     rows: list[list[Any]] = []
     for (_, call), of_pattern in zip(_shown(step), times):
         for name, of_links in of_pattern.items():
-            rows.append([call.pattern, name + " *" * (name == call.decision.choice), *_time_cells(of_links)])
+            rows.append([call.name, name + " *" * (name == call.decision.choice), *_time_cells(of_links)])
     # Where nothing moves, all transports take the same time.
     chosen = [of.get(call.decision.choice, next(iter(of.values()))) for (_, call), of in zip(step.calls, times)]
     counts = [len(layers) for layers, _ in step.calls]
@@ -152,7 +152,10 @@ def _figures(attention: ModelAttention, step: StepExplanation, times: list[Times
     figures: dict[str, Any] = {"model": attention.name or None, "tokens": layout.seq_len, "ranks": layout.world_size}
     figures |= {"layout": layout.kind, "reason": step.base.layout_decision.reason, "imbalance": step.base.layouts}
     whole = {"flops": step.flops, "flop_share": step.flop_share, "imbalance": step.imbalance, "bytes": step.traffic}
-    return _in_dicts(figures | {"patterns": patterns, "step": whole, "gbps": links, "mixer_bytes": step.mixers})
+    return _in_dicts(
+        figures
+        | {"patterns": patterns, "step": whole, "gbps": links, "mixer_bytes": step.mixers, "n_gram_bytes": step.n_grams}
+    )
 
 
 def _in_dicts(value: Any) -> Any:
@@ -185,7 +188,7 @@ def attention_of_config(args: Namespace, pattern: Pattern | str | None) -> Model
 
     try:
         attention = attention_of_model(load_config(args.model, trust=args.trust_remote_code), args.model, pattern)
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         raise Refusal(f"{error}; or, for attention alone, give --heads, --kv-heads and --head-dim", "--model") from None
     if reason := why_not(attention.model_type, getattr(args, "ranks", 1)):
         raise Refusal(reason, "--model")
@@ -223,13 +226,15 @@ def _print_step(step: StepExplanation, facts: list[tuple[str, str]]) -> None:
     moved: list[Any] = []
     for layers, call in _shown(step):
         most = max(share.forward_flops for share in call.ranks)
-        flops.append((call.pattern, len(layers), *_flop_cells(most, call)))
+        flops.append((call.name, len(layers), *_flop_cells(most, call)))
         for name, balance in call.balance.items() if len(call.ranks) > 1 else ():
             mark = " *" * (name == call.decision.choice)
-            moved.append((call.pattern, name + mark, *_byte_cells(call.busiest(name)), f"{balance:.2f}"))
+            moved.append((call.name, name + mark, *_byte_cells(call.busiest(name)), f"{balance:.2f}"))
     flops.append(("a step", sum(len(layers) for layers, _ in step.calls), *_flop_cells(step.flops, step)))
     if step.mixers is not None:
         moved.append(("mixers", "always *", *_byte_cells(step.mixers), ""))
+    if step.n_grams is not None:
+        moved.append(("n-grams", "always *", *_byte_cells(step.n_grams), ""))
     moved.append(("a step", "as chosen *", *_byte_cells(step.traffic), ""))
     headings = ["pattern", "layers", "TFLOP", "busiest rank / average", "share of exact FLOPs"]
     notes = ["TFLOP of the busiest rank; backward has 2.5 times as many"]
@@ -252,7 +257,7 @@ def _facts(args: Namespace, attention: ModelAttention, step: StepExplanation) ->
     if attention.positions is not None and args.tokens > attention.positions:
         facts.append(("positions", f"{args.tokens} tokens are more than the model's {attention.positions} positions"))
     facts.append(("heads", f"{attention.num_heads}/{attention.num_kv_heads} of {attention.head_dim}{values}"))
-    facts += [("layers", f"{layer_numbers(layers)}: {call.pattern}") for layers, call in _shown(step) if attention.name]
+    facts += [("layers", f"{layer_numbers(layers)}: {call.name}") for layers, call in _shown(step) if attention.name]
     if not _shown(step):
         facts.append(
             ("layers", f"{len(attention.layers)} with {len(step.calls)} patterns; --json has the figures of each")
@@ -274,7 +279,7 @@ def _facts_of_transports(step: StepExplanation) -> list[tuple[str, str]]:
     """Returns the choice of each pattern with its reason, or of many patterns the layers of each choice."""
     facts = []
     for _, call in _shown(step):
-        of_pattern = f"{call.pattern}: " * (len(step.calls) > 1)
+        of_pattern = f"{call.name}: " * (len(step.calls) > 1)
         facts.append(("transport", f"{of_pattern}{call.decision.choice}: {call.decision.reason}"))
     for choice in () if _shown(step) else sorted({call.decision.choice for _, call in step.calls}):
         layers = sorted(layer for layers, call in step.calls for layer in layers if call.decision.choice == choice)

@@ -89,12 +89,18 @@ def activations(shape: ModelShape, setting: TrainingSetting) -> Activations:
 
 
 def _slices_of_choices(attention: ModelAttention, setting: TrainingSetting) -> tuple[int, bool] | None:
-    for gathering in attention.gathering.values():
-        if gathering.chosen is not None:
-            group = 1 if attention.latent else attention.num_heads // attention.num_kv_heads
-            of_device = SLICE_BYTES if setting.device == "cuda" else SLICE_BYTES_OF_CPUS
-            return of_device, gathers(gathering.chosen, setting.seq_len, group)
-    return None
+    chosen = next((x.chosen for x in attention.gathering.values() if x.chosen is not None), None)
+    if chosen is None:
+        return None
+    group = 1 if attention.latent else attention.num_heads // attention.num_kv_heads
+    of_keys = gathers(chosen, setting.seq_len, group)
+    if of_keys and setting.device == "cuda":  # Triton's kernels hold no slices.
+        return 0, True
+    of_query = setting.seq_len * setting.number_bytes  # a row of a mask
+    if of_keys:
+        of_query = 4 * chosen * attention.num_kv_heads * (attention.head_dim + attention.value_dim + group)
+    most = SLICE_BYTES if setting.device == "cuda" else SLICE_BYTES_OF_CPUS
+    return min(most, setting.local_tokens * of_query), of_keys
 
 
 def _of_all_layers(found: Mapping[tuple[str, int], float], kinds: Sequence[int]) -> Activations:

@@ -41,7 +41,7 @@ class Estimate:
         parts: the memory of a device at the peak of a step, and of its host at the host's own peak.
         phases: the bytes of a device in each phase of a step; the largest is the peak.
         phases_with_host: the same plus host memory; on a CPU both are the same memory.
-        exchanges: the attention call of each kind of layer, by pattern.
+        exchanges: the attention call of each kind of layer, by `Explanation.name`.
         memory: the bytes of a device; None if unknown.
 
     Example:
@@ -190,6 +190,11 @@ def estimate(
         shape = shape_of_model(model_or_config, pattern)
     except (ValueError, NotImplementedError) as error:
         raise ValueError(f"estimate: {error}") from None
+    if shape.attention.is_own(setting.ring_size):
+        raise ValueError(
+            f"estimate: models of type {shape.model_type!r} keep the attention of Transformers, whose scores grow with the "
+            f"square of the row: measure a step"
+        )
     if shape.attention.mixers is not None and not checkpointing:
         raise ValueError("estimate: a hybrid's uncounted mixers decide the peak without checkpointing: set it")
     size = gathered_bytes(shape, setting)
@@ -216,7 +221,7 @@ def estimate(
         parts=tuple(x for parts, host in ((peak, False), (waiting, True)) for x in parts if x.bytes and x.host == host),
         phases={name: total_bytes(parts) for name, parts in phases.items()},
         phases_with_host={name: sum(part.bytes for part in parts) for name, parts in phases.items()},
-        exchanges={str(call.pattern): call for _, call in reversed(exchanges)},
+        exchanges={call.name: call for _, call in reversed(exchanges)},
         memory=memory,
     )
 

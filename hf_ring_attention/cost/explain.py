@@ -88,6 +88,12 @@ class Explanation:
     balance: dict[str, float]
     cache: CacheBytes | None
     pieces_of_heads: int
+    chosen: int | None = None  # the keys that each query of a model's layer chooses; None if the pattern tells them
+
+    @property
+    def name(self) -> str:
+        """The pattern, or how many keys a query chooses."""
+        return str(self.pattern) if self.chosen is None else f"{self.chosen} chosen keys"
 
     def traffic(self, transport: str | None = None) -> list[RankTraffic]:
         """Returns the bytes of each rank by a transport; None for the chosen one."""

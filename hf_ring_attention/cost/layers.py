@@ -42,6 +42,7 @@ class Gathering:
     without_gradients: int = 0  # more numbers: index keys, cosines and sines
     with_positions: bool = False
     chosen: int | None = None  # the keys that a query chooses; None if it sees all
+    over_rings_only: bool = False  # on one device, patterns are computed
 
     def traffic(self, layout: SequenceLayout, batch_size: int, dtype: Any) -> RankTraffic:
         """Returns the bytes that every rank moves and holds in one of these layers."""
@@ -83,10 +84,13 @@ class ModelAttention:
     positions: int | None = None  # that the config names; None if it does not
     gathering: Mapping[int, Gathering] = field(default_factory=dict)  # by layer, of those that no transport serves
 
-    @property
-    def is_own(self) -> bool:
+    def is_own(self, ranks: int) -> bool:
         """Whether its layers attend as in Transformers, and not by ring_dilated."""
-        return any(x.chosen is None for x in self.gathering.values())
+        return any(x.chosen is None and (ranks > 1 or not x.over_rings_only) for x in self.gathering.values())
+
+    @property
+    def takes_pattern_cache(self) -> bool:
+        return all(x.over_rings_only for x in self.gathering.values())
 
     def layers_of_patterns(self) -> dict[Pattern, list[int]]:
         """Returns the numbers of the layers that have each pattern."""
@@ -105,7 +109,7 @@ class ModelAttention:
             one = CacheBytes(one.whole, one.whole if self.kept_times is None else one.kept * self.kept_times)
             if self.latent is not None:
                 one = CacheBytes(tokens * batch_size * self.latent * number_bytes, one.kept)
-            if self.gathering:  # A PatternCache refuses them.
+            if not self.takes_pattern_cache:
                 one = CacheBytes(one.whole, one.whole)
             if layers:
                 caches[pattern] = layers, one.times(len(layers))
@@ -125,6 +129,7 @@ class StepExplanation:
     base: Explanation  # the call that decides the layout
     calls: list[tuple[list[int], Explanation]]  # for each pattern the numbers of its layers, and one layer's call
     mixers: RankTraffic | None  # the bytes of each rank in one layer with a mixer; None without mixers
+    n_grams: RankTraffic | None  # of each rank in one layer with n-grams of its tokens; None without
     flops: int  # of the busiest rank's forward pass
     imbalance: float  # the same over the mean
     flop_share: float  # the FLOPs of all ranks, as a share of exact attention's
@@ -141,9 +146,16 @@ def explain_calls(
     """
     names = "num_heads", "num_kv_heads", "head_dim", "value_dim"
     call |= {name: getattr(attention, name) for name in names} | {"batch_size": batch_size, "dtype": dtype}
-    if attention.is_own:
+    is_own = attention.is_own(call["world_size"])
+    if is_own and {attention.base, *attention.layers} != {Pattern.exact()}:
+        raise ValueError(
+            f"{attention.name!r} takes no pattern over a ring: it keeps the attention of Transformers there"
+        )
+    if is_own:
         call["layout"] = "contiguous"
     base = explain(attention.base, **call)
+    if is_own:
+        base = replace(base, layout_decision=Decision("contiguous", "stock masks know rows in their order"))
     call["layout"] = base.layout
     kinds: dict[tuple[Pattern, Gathering | None], list[int]] = {}
     for number, pattern in zip(attention.numbers, attention.layers):
@@ -155,7 +167,8 @@ def explain_calls(
         of_kind = base if pattern == attention.base and chosen is None else explain(chosen or pattern, **call)
         if gathering is not None:
             moved = gathering.traffic(base.layout, batch_size, dtype)
-            of_kind = gathering.in_place_of_transport(replace(of_kind, pattern=pattern), moved)
+            of_kind = replace(of_kind, pattern=pattern, chosen=gathering.chosen)
+            of_kind = gathering.in_place_of_transport(of_kind, moved)
         calls.append((numbers, of_kind))
     return base, calls
 
@@ -168,8 +181,9 @@ def explain_layers(
     counts = [(len(numbers), call) for numbers, call in of_layers]
     layout, mixers = base.layout, None
     moved = [(count, call.traffic()) for count, call in counts]
-    for number in attention.gathering.keys() - {*attention.numbers}:
-        moved.append((1, [attention.gathering[number].traffic(layout, batch_size, dtype)] * layout.world_size))
+    beside = [x for number, x in attention.gathering.items() if number not in attention.numbers]
+    n_grams = beside[0].traffic(layout, batch_size, dtype) if beside else None
+    moved += [(len(beside), [n_grams] * layout.world_size)] if n_grams is not None else []
     if attention.mixers is not None:
         documents = call.get("documents") or (((0, layout.seq_len),),) * batch_size
         mixers = attention.mixers.traffic(layout, number_bytes(dtype), documents)
@@ -179,6 +193,7 @@ def explain_layers(
         base=base,
         calls=of_layers,
         mixers=mixers,
+        n_grams=n_grams,
         flops=max(flops),
         imbalance=busiest_over_mean(flops),
         flop_share=sum(count * call.flop_share for count, call in counts) / len(attention.layers),

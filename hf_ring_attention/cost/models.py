@@ -189,7 +189,7 @@ def _gathering_of(
         whole = Gathering(text.hidden_size, 2 * (rope or 0), rope is not None)
         return dict.fromkeys(range(len(kinds)), whole)
     if why_own_attention(text, True):
-        return dict.fromkeys(range(len(kinds)), Gathering(keys))
+        return dict.fromkeys(range(len(kinds)), Gathering(keys, over_rings_only=not why_own_attention(text, False)))
     gathering = {}
     if text.model_type in INDEXED:
         chosen, index = _choice_of(text, name)

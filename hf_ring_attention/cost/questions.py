@@ -40,7 +40,7 @@ def bound_of_peak(shape: ModelShape, setting: TrainingSetting, buffers: MemoryPa
 
     A mixer refuses rows that are too long, and a model slices or checkpointing that it does not have.
     """
-    if gathered_bytes(shape, setting) > MOST_GATHERED:
+    if gathered_bytes(shape, setting) > MOST_GATHERED or shape.attention.is_own(setting.ring_size):
         return float("inf")
     try:
         return total_bytes(parts_by_bound(shape, setting, buffers))

@@ -63,11 +63,6 @@ def shape_of_model(model: Any, pattern: Pattern | str | None = None) -> ModelSha
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"Transformers makes no causal language model of type {text.model_type!r}")
     attention = attention_of_model(config, config.name_or_path or text.model_type, pattern)
-    if attention.is_own:
-        raise ValueError(
-            f"models of type {text.model_type!r} keep the attention of Transformers, whose scores grow with the square of the "
-            f"row: measure a step"
-        )
     if hasattr(text, IMPLEMENTATION):
         delattr(text, IMPLEMENTATION)  # Only the sizes of the model count here.
     try:

@@ -9,6 +9,7 @@ from transformers import CONFIG_MAPPING, LlamaConfig, PretrainedConfig
 
 import hf_ring_attention as ra
 from hf_ring_attention.cli.loading import check_positions
+from hf_ring_attention.cost.layers import explain_layers
 from hf_ring_attention.cost.models import attention_of_model, config_of, load_config
 from hf_ring_attention.evaluation.calibration.result import load_pattern
 from hf_ring_attention.hf.model.types import MIXERS
@@ -96,6 +97,19 @@ def test_patterns_that_were_saved_are_found(tmp_path):
     assert str(attention.base) == "window:32+4"
     assert attention_of_model(config_of(config.to_dict()), "x") == attention_of_model(config, "x")
     assert str(attention_in(str(tmp_path), Pattern.exact()).base) == "exact"
+
+
+def test_decoders_that_gather_over_rings_only():
+    """On one device, BART's decoder takes patterns and a `PatternCache`."""
+    config = tiny_config("bart", is_decoder=True, is_encoder_decoder=False)
+    attention = attention_of_model(config, "bart", "window:4")
+    (cache,) = (size for _, size in attention.caches(64, 1, 2).values())
+    assert cache.kept < cache.whole
+    assert str(explain_layers(attention, seq_len=64, world_size=1).calls[0][1].pattern) == "window:4"
+    refused("takes no pattern over a ring", explain_layers, attention, seq_len=64, world_size=2)
+    over_ring = explain_layers(attention_of_model(config, "bart"), seq_len=64, world_size=2)
+    assert over_ring.base.layout.kind == "contiguous" and over_ring.calls[0][1].decision.choice == "gathered"
+    refused("scores grow with the square of the row", ra.estimate, config, 64, devices=2)
 
 
 def test_flop_shares_count_windows_of_the_model(tmp_path):

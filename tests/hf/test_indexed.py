@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import itertools
+import pickle
 import random
 from unittest import mock
 
@@ -115,6 +116,21 @@ def test_random_rows(seed):
 def test_500_random_rows():
     for seed in range(1000, 1500):
         compare(seed)
+
+
+@torch.no_grad()
+def test_pickled_models_and_embeddings():
+    """Qwen4-Exp reads its tokens back from embeddings, also where a ring looks at what stands in a decoder."""
+    ids = batch("plain")[0]["input_ids"]
+    model = ra.patch_model(tiny_model("glm5_next", "eager"))
+    assert torch.equal(pickle.loads(pickle.dumps(model))(ids).logits[:], model(ids).logits[:])
+    eager = tiny_model("qwen4_exp_text", "eager")
+    embeddings, expected = eager.get_input_embeddings()(ids), eager(ids).logits
+
+    def work(ring, model):
+        return distance(model(inputs_embeds=embeddings, use_cache=False).logits[:], expected)
+
+    assert max(on_ranks(work, lambda: tiny_model("qwen4_exp_text", "eager"), 2)) <= BOUND
 
 
 WAYS = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}

@@ -46,7 +46,7 @@ class RingCache(Cache):
             size = sum(x[:, :, :1].numel() * x.element_size() for x in whole) // len(key_states)
             warn_once(
                 f"{type(self.now.runner).__name__} has layers that no pattern expresses: over a ring, each of them gathers its "
-                f"keys and values, {size} bytes a token",
+                f"keys and values, {size} bytes a token, for contiguous parts of rows",
                 logging.INFO,
             )
         self.now.attended = True

@@ -124,6 +124,10 @@ def _few_tokens(runner: Any, kwargs: Mapping[str, Any], tokens: Tensor, position
     for name in {"input_ids", "inputs_embeds"} & few.keys():
         x = few[name]
         drawn = torch.randn(x.shape, generator=generator, dtype=torch.float32).to(x.device)
+        if name == "inputs_embeds" and hasattr(runner, "reverse_embedding"):  # It reads them back as ids.
+            words = runner.get_input_embeddings()
+            few[name] = words((drawn[..., 0].sigmoid() * words.num_embeddings).long()).to(x.dtype)
+            continue
         few[name] = (drawn * x.std() if x.is_floating_point() else drawn.sigmoid() * x.max()).to(x.dtype)
     axes = getattr(kwargs.get("position_ids"), "shape", tokens.shape)[:-1]
     few["position_ids"] = torch.full((*axes, _TOKENS), position, device=tokens.device)

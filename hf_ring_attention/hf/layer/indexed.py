@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator, Mapping
-from types import MethodType
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -83,7 +83,7 @@ def attach_indexers(model: nn.Module) -> None:
     """Makes the indexers of a model choose for slices of queries; those of layers that share a choice have none."""
     for module in modules_with_choices(model):
         if hasattr(type(module), "build_attention_mask_from_topk"):
-            module.build_attention_mask_from_topk = MethodType(_choice_as_mask, module)
+            module.build_attention_mask_from_topk = partial(_choice_as_mask, module)
         indexer = getattr(module, "indexer", None)
         if isinstance(indexer, nn.Module) and not isinstance(vars(indexer).get("forward"), IndexerInSlices):
             kind = PooledIndexerInSlices if hasattr(indexer, "compress_ratio") else IndexerInSlices
@@ -101,8 +101,9 @@ def _choice_as_mask(module: Any, topk_indices: Tensor, query_states: Tensor, kv_
 def _note_mask(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Tells the indexer of an attention module the mask, which some indexers are not given."""
     kwargs = by_name(module, args, kwargs)
-    module.indexer.forward.mask, hidden = kwargs["attention_mask"], kwargs["hidden_states"]
+    hidden = kwargs["hidden_states"]
     ours = hidden.is_meta or implementation_of(module.config) == IMPLEMENTATION
+    module.indexer.forward.mask = kwargs["attention_mask"] if ours else None
     if ours and isinstance(module.indexer.forward, PooledIndexerInSlices):
         # `_InPlaceOfMask` takes its place.
         kwargs["attention_mask"] = torch.ones(1, dtype=torch.bool, device=hidden.device)
