@@ -27,6 +27,7 @@ PICKLE_ALLOWED = {
     "tests/plan/test_patterns.py",
     "tests/hf/test_config.py",
     "tests/hf/test_every_causal_model.py",
+    "tests/hf/test_indexed.py",
     "tests/hf/test_pattern_cache.py",
     "tests/training/test_sliced_layers.py",
     "tests/support/ranks.py",

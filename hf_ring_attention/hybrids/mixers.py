@@ -242,7 +242,8 @@ class _ByDocuments:
     ) -> dict[_Piece, Tensor]:
         """Runs the mixer on pieces in one batch, padded to `longest` at least: behind them, or before them with a mask."""
         by_token = {name: kwargs[name] for name in _BY_TOKEN if name in self.parameters}
-        needed = {name: None for name, x in [*self.parameters.items()][1:] if x.default is x.empty}
+        required = [x for x in [*self.parameters.values()][1:] if x.default is x.empty and x.kind is not x.VAR_KEYWORD]
+        needed = {x.name: None for x in required}
         kwargs = {**needed, **{name: value for name, value in kwargs.items() if name not in _NOT_TO_MIXERS}}
         lengths = [*map(_num_tokens, group)]
         longest = max(longest, *lengths)
