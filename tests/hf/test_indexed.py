@@ -18,13 +18,14 @@ from hf_ring_attention.hf.model.types import INDEXED
 
 from ..support.probe import BOUNDS, alone, batch, errors, logits_and_gradients, over_ring
 from ..support.ranks import on_ranks
-from ..support.tiny_models import CAUSAL_TYPES, VOCAB, tiny_config, tiny_model
+from ..support.tiny_models import CAUSAL_TYPES, SEEING_TYPES, VOCAB, tiny_config, tiny_model
 from ..support.tolerance import distance, gradients_distance
 from ..support.training import checkpointed_step
 from .alike import refused
 
-#: Transformers has the text models of three types only inside of models that see.
-TYPES = [name if name in CAUSAL_TYPES else name.removesuffix("_text") for name in INDEXED]
+#: Transformers has the text models of three types only inside of models that see; an older release may lack some.
+TYPES = [name for name in (*CAUSAL_TYPES, *SEEING_TYPES) if {name, f"{name}_text"} & {*INDEXED}]
+TYPES = [name for name in TYPES if f"{name}_text" not in TYPES]
 #: Their softmax and RoPE are float32, also in models of float64.
 BOUND = BOUNDS[torch.float32]
 
