@@ -44,7 +44,6 @@ def attend_to_chosen(
     indices: Tensor,
     scale: float,
     sinks: Tensor | None = None,
-    gathered: bool | None = None,
     way: Any = None,
 ) -> Tensor:
     """Returns out [B, H, m, Dv] of queries that attend to the keys of these numbers; 0 for a query without any.
@@ -53,13 +52,11 @@ def attend_to_chosen(
         q: [B, H, m, D]; k: [B, Hkv, n, D]; v: [B, Hkv, n, Dv].
         indices: [B or 1, Hkv or 1, m, chosen], the numbers of keys, each at most once; -1 for none. It has no gradient.
         sinks: [H] the logits of one more column of the softmax, whose value is 0.
-        gathered: whether keys are gathered; None for the faster way.
-        way: what computes it in place of both ways.
+        way: what computes it: `gathering_way` or `UnderMasks`; None for the faster one.
     """
-    if gathered is None:
-        gathered = gathers(indices.shape[-1], k.shape[2], q.shape[1] // k.shape[1])
     if way is None:
-        way = _gathering_way(q, k, v) if gathered else _UnderMasks
+        gathered = gathers(indices.shape[-1], k.shape[2], q.shape[1] // k.shape[1])
+        way = gathering_way(q, k, v) if gathered else UnderMasks
     with without_autocast(q):
         out: Tensor = _ChosenRows.apply(q, k, v, sinks, indices, scale, way)
     return out
@@ -87,13 +84,13 @@ class _ChosenRows(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), of_sinks, None, None, None
 
 
-def _gathering_way(q: Tensor, k: Tensor, v: Tensor) -> Any:
+def gathering_way(q: Tensor, k: Tensor, v: Tensor) -> Any:
     """Returns Triton's kernels if they compute this; they add gradients up in any order."""
     from .fused import chosen as by_triton
 
     sizes = q.shape[1] // k.shape[1], k.shape[3], v.shape[3]
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return _Gathered if deterministic or not by_triton.is_right(q.device, q.dtype, *sizes) else by_triton
+    return Gathered if deterministic or not by_triton.is_right(q.device, q.dtype, *sizes) else by_triton
 
 
 def _slices(m: int, bytes_of_query: int, is_cuda: bool) -> Iterator[slice]:
@@ -101,7 +98,7 @@ def _slices(m: int, bytes_of_query: int, is_cuda: bool) -> Iterator[slice]:
     return (slice(start, min(m, start + rows)) for start in range(0, m, rows))
 
 
-class _Gathered:
+class Gathered:
     """Gathers keys and values [B, Hkv, queries, chosen, D]."""
 
     @staticmethod
@@ -122,7 +119,7 @@ class _Gathered:
     def forward(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         out = q.new_empty(*q.shape[:3], v.shape[3])
         lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
-        for queries, _, _, values, scores in _Gathered._parts(q, k, v, indices, scale):
+        for queries, _, _, values, scores in Gathered._parts(q, k, v, indices, scale):
             of_slice = torch.logsumexp(scores, -1)
             weights = torch.exp(scores - of_slice.nan_to_num(neginf=0.0)[..., None])
             lse[:, :, queries] = of_slice.flatten(1, 2)
@@ -134,7 +131,7 @@ class _Gathered:
         q, k, v, out, lse = saved
         delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
         dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
-        for queries, places, keys, values, scores in _Gathered._parts(q, k, v, indices, scale):
+        for queries, places, keys, values, scores in Gathered._parts(q, k, v, indices, scale):
             of_slice, grads, less, sums = (
                 _by_group(x[:, :, queries].to(lse.dtype), k) for x in (q, dout, delta, lse.nan_to_num(neginf=0.0))
             )
@@ -148,7 +145,7 @@ class _Gathered:
         return dq, dk, dv
 
 
-class _UnderMasks:
+class UnderMasks:
     """Has a kernel that takes masks attend to all keys up to the last chosen one."""
 
     @staticmethod
@@ -173,9 +170,9 @@ class _UnderMasks:
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        kernel, out = _UnderMasks._kernel(q, k, v), q.new_empty(*q.shape[:3], v.shape[3])
+        kernel, out = UnderMasks._kernel(q, k, v), q.new_empty(*q.shape[:3], v.shape[3])
         lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
-        for queries, limit, mask, blind in _UnderMasks._parts(q, k, v, indices):
+        for queries, limit, mask, blind in UnderMasks._parts(q, k, v, indices):
             call = Masked(False, scale, mask)
             of_slice, sums = kernel.forward_masked(q[:, :, queries], k[:, :, :limit], v[:, :, :limit], call)
             out[:, :, queries], lse[:, :, queries] = of_slice, sums
@@ -186,9 +183,9 @@ class _UnderMasks:
     @staticmethod
     def backward(indices: Tensor, dout: Tensor, saved: Saved, scale: float) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, out, lse = saved
-        kernel = _UnderMasks._kernel(q, k, v)
+        kernel = UnderMasks._kernel(q, k, v)
         dq, (dk, dv) = torch.empty_like(q), (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
-        for queries, limit, mask, blind in _UnderMasks._parts(q, k, v, indices):
+        for queries, limit, mask, blind in UnderMasks._parts(q, k, v, indices):
             sums = lse[:, :, queries].masked_fill(blind[..., 0], torch.inf)
             of_slice = Saved(q[:, :, queries], k[:, :, :limit], v[:, :, :limit], out[:, :, queries], sums)
             found = kernel.backward_masked(dout[:, :, queries], of_slice, Masked(False, scale, mask))

@@ -59,9 +59,7 @@ class _Way:
     one_tile: tuple[bool, ...]  # whether attention is one tile of all tokens, for each layer that runs
     is_fused: bool
     ranks: int  # whose keys layers gather; 1 for layers that a transport serves
-    slices: (
-        tuple[int, bool] | None
-    )  # of queries that choose keys: the bytes of one, and whether their keys are gathered
+    slices: tuple[int, bool] | None  # the fields of `_ChosenWithoutNumbers`; None where no query chooses keys
 
 
 def activations(shape: ModelShape, setting: TrainingSetting) -> Activations:
@@ -89,6 +87,7 @@ def activations(shape: ModelShape, setting: TrainingSetting) -> Activations:
 
 
 def _slices_of_choices(attention: ModelAttention, setting: TrainingSetting) -> tuple[int, bool] | None:
+    """Returns the bytes of a slice of queries that choose keys, and whether their keys are gathered; None without any."""
     chosen = next((x.chosen for x in attention.gathering.values() if x.chosen is not None), None)
     if chosen is None:
         return None

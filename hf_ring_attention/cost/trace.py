@@ -24,7 +24,7 @@ from ..ring.operator import CALLS
 #: The attention implementation of models that are measured.
 MEASURING = "hf_ring_attention_measured"
 
-#: The attribute of modules that says whether their attention is one tile, and whether the fused kernel computes patterns; and
+#: The attribute of modules with three facts: whether attention is one tile, whether the fused kernel computes patterns, and
 #: the fields of `_ChosenWithoutNumbers` where queries choose their keys.
 KERNEL = "_measured_kernel"
 

@@ -53,7 +53,8 @@ def dense(inputs, indices, scale):
 def compare(sizes, sinks, gathered, dtype, bound, strided=False):
     inputs, indices = made(sizes, dtype, sinks)
     rows = [x.mT.contiguous().mT for x in inputs[:3]] if strided else inputs[:3]  # whose numbers lie apart
-    out = chosen.attend_to_chosen(*rows, indices, 0.3, *inputs[3:], gathered=gathered)
+    way = chosen.gathering_way(*rows) if gathered else chosen.UnderMasks
+    out = chosen.attend_to_chosen(*rows, indices, 0.3, *inputs[3:], way=way)
     expected = dense(inputs, indices, 0.3)
     weights = torch.linspace(-1, 1, out.numel(), dtype=dtype).view_as(out)
     found, wanted = (torch.autograd.grad((x * weights).sum(), inputs) for x in (out, expected))

@@ -38,9 +38,7 @@ def backward(indices: Tensor, dout: Tensor, saved: Saved, scale: float) -> tuple
 
     q, k, v, out, lse = saved
     dout, delta = dout.contiguous(), (dout.float() * out.float()).sum(-1)
-    dq = torch.empty(
-        q.shape, dtype=q.dtype, device=q.device
-    )  # its rows have neighbouring numbers, also where q's have not
+    dq = q.new_empty(q.shape)  # contiguous, also where q is not
     dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
     tensors = dout, lse, delta, dq, dk, dv
     kernel = chosen_kernels.chosen_backward_kernel
