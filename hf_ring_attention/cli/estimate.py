@@ -143,7 +143,7 @@ def _print_cache(answer: Estimate, cache: dict[str, Any]) -> None:
     if "most_tokens" in cache:
         most = {kind: "any number" if count is None else f"{count:,}" for kind, count in cache["most_tokens"].items()}
         notes.append(f"tokens that fit beside the weights: {most['kept']} by pattern, {most['whole']} whole")
-    if answer.shape.attention.mixers is not None:
+    if answer.shape.attention.mixers:
         notes.append("not counted: the states of mixers")
     title = f"Cache of generate on one device, {short_count(answer.setting.seq_len)} tokens, {answer.setting.dtype}"
     print_table(title, ("pattern", "layers", "ra.PatternCache", "whole"), rows, notes)

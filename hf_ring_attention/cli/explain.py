@@ -152,10 +152,8 @@ def _figures(attention: ModelAttention, step: StepExplanation, times: list[Times
     figures: dict[str, Any] = {"model": attention.name or None, "tokens": layout.seq_len, "ranks": layout.world_size}
     figures |= {"layout": layout.kind, "reason": step.base.layout_decision.reason, "imbalance": step.base.layouts}
     whole = {"flops": step.flops, "flop_share": step.flop_share, "imbalance": step.imbalance, "bytes": step.traffic}
-    return _in_dicts(
-        figures
-        | {"patterns": patterns, "step": whole, "gbps": links, "mixer_bytes": step.mixers, "n_gram_bytes": step.n_grams}
-    )
+    mixers = [{"layers": [*kind.layers], "bytes": of_layer} for kind, of_layer in step.mixers]
+    return _in_dicts(figures | {"patterns": patterns, "step": whole, "gbps": links, "mixers": mixers})
 
 
 def _in_dicts(value: Any) -> Any:
@@ -231,10 +229,9 @@ def _print_step(step: StepExplanation, facts: list[tuple[str, str]]) -> None:
             mark = " *" * (name == call.decision.choice)
             moved.append((call.name, name + mark, *_byte_cells(call.busiest(name)), f"{balance:.2f}"))
     flops.append(("a step", sum(len(layers) for layers, _ in step.calls), *_flop_cells(step.flops, step)))
-    if step.mixers is not None:
-        moved.append(("mixers", "always *", *_byte_cells(step.mixers), ""))
-    if step.n_grams is not None:
-        moved.append(("n-grams", "always *", *_byte_cells(step.n_grams), ""))
+    for kind, of_layer in step.mixers:
+        where = f" {layer_numbers(kind.layers)}" * (len(step.mixers) > 1)
+        moved.append((f"mixers{where}", "always *", *_byte_cells(of_layer), ""))
     moved.append(("a step", "as chosen *", *_byte_cells(step.traffic), ""))
     headings = ["pattern", "layers", "TFLOP", "busiest rank / average", "share of exact FLOPs"]
     notes = ["TFLOP of the busiest rank; backward has 2.5 times as many"]
@@ -248,7 +245,7 @@ def _print_step(step: StepExplanation, facts: list[tuple[str, str]]) -> None:
 
 def _facts(args: Namespace, attention: ModelAttention, step: StepExplanation) -> list[tuple[str, str]]:
     """Returns the lines above the tables, each with its name."""
-    layout, mixers = step.base.layout, attention.mixers
+    layout = step.base.layout
     padding = f", {layout.padded_len - layout.seq_len} of padding" if layout.padded_len > layout.seq_len else ""
     tokens = f"{short_count(args.tokens)} tokens over {plural(args.ranks, 'rank')}: {layout.local_len} each{padding}"
     values = "" if attention.value_dim == attention.head_dim else f" (values {attention.value_dim})"
@@ -262,8 +259,7 @@ def _facts(args: Namespace, attention: ModelAttention, step: StepExplanation) ->
         facts.append(
             ("layers", f"{len(attention.layers)} with {len(step.calls)} patterns; --json has the figures of each")
         )
-    if mixers is not None:
-        facts.append(("mixers", _mixers_in_words(mixers, step, args.ranks)))
+    facts += [("mixers", _mixers_in_words(*kind, args.ranks)) for kind in step.mixers]
     facts.append(("layout", f"{layout.kind}: {step.base.layout_decision.reason}"))
     facts.append(("imbalance", ", ".join(f"{kind} {imbalance:.2f}" for kind, imbalance in step.base.layouts.items())))
     facts += _facts_of_transports(step)
@@ -292,11 +288,11 @@ def _cache_in_words(size: CacheBytes) -> str:
     return f"{kept}{short_bytes(size.whole)} whole, on one device"
 
 
-def _mixers_in_words(mixers: ModelMixers, step: StepExplanation, ranks: int) -> str:
+def _mixers_in_words(mixers: ModelMixers, of_layer: RankTraffic, ranks: int) -> str:
     where = f"in layers {layer_numbers(mixers.layers)}"
-    if step.mixers is None or ranks == 1:
+    if ranks == 1:
         return f"{where}, on one rank"
-    sent = f"{short_bytes(step.mixers.forward.sent)} sent a layer"
+    sent = f"{short_bytes(of_layer.forward.sent)} sent a layer"
     if mixers.numbers is not None:
         return f"{where}; their states pass from rank to rank, {sent}"
     gathers = f"each rank gathers whole rows, {sent}"

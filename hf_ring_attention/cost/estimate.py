@@ -104,8 +104,9 @@ class Estimate:
     def not_counted(self) -> str | None:
         """The memory that the peak does not contain: the mixers of a hybrid, and what sees or hears; None for other models."""
         mixers, whole, parts = self.shape.attention.mixers, self.shape.whole, []
-        if mixers is not None:
-            parts.append(f"the states and activations of the mixers in {len(mixers.layers)} layers")
+        if mixers:
+            count = len({number for kind in mixers for number in kind.layers})
+            parts.append(f"the states and activations of the mixers in {count} layers")
         if whole is not None:
             parts.append(f"the parts of {whole} beside its text model")
         return f"{' and '.join(parts)}, so the peak may be higher" if parts else None
@@ -195,7 +196,7 @@ def estimate(
             f"estimate: models of type {shape.model_type!r} keep the attention of Transformers, whose scores grow with the "
             f"square of the row: measure a step"
         )
-    if shape.attention.mixers is not None and not checkpointing:
+    if shape.attention.mixers and not checkpointing:
         raise ValueError("estimate: a hybrid's uncounted mixers decide the peak without checkpointing: set it")
     size = gathered_bytes(shape, setting)
     if size > MOST_GATHERED:
@@ -203,11 +204,10 @@ def estimate(
     call = {name: given[name] for name in ("seq_len", "layout", "dtype", "batch_size", "transport", "heads")}
     _, exchanges = explain_calls(shape.attention, world_size=setting.ring_size, **call)
     source = "exact, from the plans of all ranks (plan/traffic.py)"
-    buffers = {
-        number: buffers_part(y.decision.choice, y.busiest().buffers, source)
-        for numbers, y in exchanges
-        for number in numbers
-    }
+    buffers: dict[int, MemoryPart] = {}
+    for numbers, of_kind in exchanges:
+        part = buffers_part(of_kind.decision.choice, of_kind.busiest().buffers, source)
+        buffers |= dict.fromkeys(numbers, part)
     try:
         phases = _phases(shape, setting, buffers)
     except (*UNREADABLE, RuntimeError, AssertionError) as error:
@@ -227,11 +227,9 @@ def estimate(
 
 
 def gathered_bytes(shape: ModelShape, setting: TrainingSetting) -> int:
-    """Returns the bytes of the rows that a mixer gathers over a ring; 0 for other mixers and models."""
-    mixers = shape.attention.mixers
-    if mixers is None or mixers.numbers is not None or setting.ring_size == 1:
-        return 0
-    return setting.batch_size * setting.seq_len * mixers.width * setting.number_bytes
+    """Returns the most bytes of the rows that a mixer gathers over a ring; 0 for other mixers and models."""
+    widths = [kind.width for kind in shape.attention.mixers if kind.numbers is None and setting.ring_size > 1]
+    return setting.batch_size * setting.seq_len * max(widths, default=0) * setting.number_bytes
 
 
 def parts_by_bound(shape: ModelShape, setting: TrainingSetting, buffers: MemoryPart | None = None) -> list[MemoryPart]:

@@ -88,7 +88,7 @@ class Explanation:
     balance: dict[str, float]
     cache: CacheBytes | None
     pieces_of_heads: int
-    chosen: int | None = None  # the keys that each query of a model's layer chooses; None if the pattern tells them
+    chosen: int | None = None  # the keys that each query chooses; None if the pattern decides
 
     @property
     def name(self) -> str:

@@ -36,12 +36,12 @@ class ModelMixers:
 
 @dataclass(frozen=True)
 class Gathering:
-    """What a layer gathers for whole rows over a ring, since no pattern tells which keys its queries need."""
+    """What a layer gathers for whole rows over a ring, since its queries need keys that no pattern names."""
 
     numbers: int  # of a token, in the dtype of activations: keys and values, or hidden states
     without_gradients: int = 0  # more numbers: index keys, cosines and sines
     with_positions: bool = False
-    chosen: int | None = None  # the keys that a query chooses; None if it sees all
+    chosen: int | None = None  # the keys that a query chooses; None if the layer attends as in Transformers
     over_rings_only: bool = False  # on one device, patterns are computed
 
     def traffic(self, layout: SequenceLayout, batch_size: int, dtype: Any) -> RankTraffic:
@@ -77,7 +77,7 @@ class ModelAttention:
     base: Pattern  # of layers without their own window or chunks; it also decides the layout
     layers: tuple[Pattern, ...]  # of each layer that attends
     numbers: tuple[int, ...]  # of these layers in the model
-    mixers: ModelMixers | None = None  # the other modules of a hybrid that mix tokens
+    mixers: tuple[ModelMixers, ...] = ()  # the other modules of a hybrid that mix tokens, by kind
     latent: int | None = None  # the numbers of a token in Transformers' caches of latent attention; None for others
     kept_times: int | None = 1  # the heads for each key/value head in a `PatternCache`; None if it keeps every row
     first_without_keys: int | None = None  # from this layer on, layers read the keys of earlier ones; None for none
@@ -85,7 +85,7 @@ class ModelAttention:
     gathering: Mapping[int, Gathering] = field(default_factory=dict)  # by layer, of those that no transport serves
 
     def is_own(self, ranks: int) -> bool:
-        """Whether its layers attend as in Transformers, and not by ring_dilated."""
+        """Whether its layers attend as in Transformers on so many ranks, and not by ring_dilated."""
         return any(x.chosen is None and (ranks > 1 or not x.over_rings_only) for x in self.gathering.values())
 
     @property
@@ -128,8 +128,7 @@ class StepExplanation:
 
     base: Explanation  # the call that decides the layout
     calls: list[tuple[list[int], Explanation]]  # for each pattern the numbers of its layers, and one layer's call
-    mixers: RankTraffic | None  # the bytes of each rank in one layer with a mixer; None without mixers
-    n_grams: RankTraffic | None  # of each rank in one layer with n-grams of its tokens; None without
+    mixers: list[tuple[ModelMixers, RankTraffic]]  # with the bytes of each rank in one layer of each kind
     flops: int  # of the busiest rank's forward pass
     imbalance: float  # the same over the mean
     flop_share: float  # the FLOPs of all ranks, as a share of exact attention's
@@ -148,14 +147,10 @@ def explain_calls(
     call |= {name: getattr(attention, name) for name in names} | {"batch_size": batch_size, "dtype": dtype}
     is_own = attention.is_own(call["world_size"])
     if is_own and {attention.base, *attention.layers} != {Pattern.exact()}:
-        raise ValueError(
-            f"{attention.name!r} takes no pattern over a ring: it keeps the attention of Transformers there"
-        )
+        raise ValueError(f"{attention.name!r} takes no pattern over a ring: its attention is that of Transformers")
+    base = explain(attention.base, **call | ({"layout": "contiguous"} if is_own else {}))
     if is_own:
-        call["layout"] = "contiguous"
-    base = explain(attention.base, **call)
-    if is_own:
-        base = replace(base, layout_decision=Decision("contiguous", "stock masks know rows in their order"))
+        base = replace(base, layout_decision=Decision("contiguous", "masks of Transformers know no other order"))
     call["layout"] = base.layout
     kinds: dict[tuple[Pattern, Gathering | None], list[int]] = {}
     for number, pattern in zip(attention.numbers, attention.layers):
@@ -179,21 +174,16 @@ def explain_layers(
     """Explains one step of all layers, by the arguments and with the errors of `explain`, but without the heads."""
     base, of_layers = explain_calls(attention, batch_size=batch_size, dtype=dtype, **call)
     counts = [(len(numbers), call) for numbers, call in of_layers]
-    layout, mixers = base.layout, None
+    layout = base.layout
+    documents = call.get("documents") or (((0, layout.seq_len),),) * batch_size
+    mixers = [(x, x.traffic(layout, number_bytes(dtype), documents)) for x in attention.mixers]
     moved = [(count, call.traffic()) for count, call in counts]
-    beside = [x for number, x in attention.gathering.items() if number not in attention.numbers]
-    n_grams = beside[0].traffic(layout, batch_size, dtype) if beside else None
-    moved += [(len(beside), [n_grams] * layout.world_size)] if n_grams is not None else []
-    if attention.mixers is not None:
-        documents = call.get("documents") or (((0, layout.seq_len),),) * batch_size
-        mixers = attention.mixers.traffic(layout, number_bytes(dtype), documents)
-        moved.append((len(attention.mixers.layers), [mixers] * layout.world_size))
+    moved += [(len(kind.layers), [of_layer] * layout.world_size) for kind, of_layer in mixers]
     flops = [sum(n * call.ranks[rank].forward_flops for n, call in counts) for rank in range(layout.world_size)]
     return StepExplanation(
         base=base,
         calls=of_layers,
         mixers=mixers,
-        n_grams=n_grams,
         flops=max(flops),
         imbalance=busiest_over_mean(flops),
         flop_share=sum(count * call.flop_share for count, call in counts) / len(attention.layers),

@@ -12,7 +12,7 @@ from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, Stri
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from ..hf.model.config import PatternsOfLayers, layer_pattern, patch_config
-from ..hf.model.support import why_own_attention
+from ..hf.model.support import chosen_keys, why_own_attention
 from ..hf.model.types import (
     INDEXED,
     INDEXED_LAYERS,
@@ -159,9 +159,13 @@ def attention_of_model(
     layers = {number: layer_pattern(text, number, branch) for number, branch in own.items()}
     layers |= {number: Pattern.exact() for number in own if kinds[number] in INDEXED_LAYERS}
     mixing = tuple(number for number, kind in enumerate(kinds) if kind in MIXER_LAYERS)
-    mixers = None
+    mixers = []
     if mixing and text.model_type in MIXERS:
-        mixers = ModelMixers(mixing, _numbers_of_run(text), text.hidden_size, _GATHERED.get(text.model_type, False))
+        positions = _GATHERED.get(text.model_type, False)
+        mixers.append(ModelMixers(mixing, _numbers_of_run(text), text.hidden_size, positions))
+    if n_grams := getattr(text, "ple_layer_ids", None):  # from 1; they are gathered with the ids of their tokens
+        of_layers = tuple(number - 1 for number in n_grams)
+        mixers.append(ModelMixers(of_layers, None, text.hidden_size * text.hc_count, True))
     heads = _heads_of(text, name)
     gathering = _gathering_of(text, name, kinds, heads)
     return ModelAttention(
@@ -171,7 +175,7 @@ def attention_of_model(
         base=layer_pattern(text, None),
         layers=tuple(layers.values()),
         numbers=tuple(layers),
-        mixers=mixers,
+        mixers=tuple(mixers),
         kept_times=None if other_caches else times,
         first_without_keys=count - shared if (shared := getattr(text, "num_kv_shared_layers", None)) else None,
         positions=getattr(text, "max_position_embeddings", None),
@@ -186,29 +190,18 @@ def _gathering_of(
     keys = heads.get("latent") or heads["num_kv_heads"] * (heads["head_dim"] + heads["value_dim"])
     if text.model_type in WHOLE_LAYERS:
         rope = getattr(text, "qk_rope_head_dim", None)
-        whole = Gathering(text.hidden_size, 2 * (rope or 0), rope is not None)
-        return dict.fromkeys(range(len(kinds)), whole)
+        return dict.fromkeys(range(len(kinds)), Gathering(text.hidden_size, 2 * (rope or 0), rope is not None))
     if why_own_attention(text, True):
         return dict.fromkeys(range(len(kinds)), Gathering(keys, over_rings_only=not why_own_attention(text, False)))
     gathering = {}
     if text.model_type in INDEXED:
-        chosen, index = _choice_of(text, name)
+        if text.model_type == "qwen4_exp_text":
+            _positive(text, name, "indexer_budget")
+        chosen, index = chosen_keys(text)
         shares = getattr(text, "indexer_types", None) or ["full"] * len(kinds)
         for number in (number for number, kind in enumerate(kinds) if kind in INDEXED_LAYERS):
             gathering[number] = Gathering(keys, index * (shares[number] != "shared"), chosen=chosen)
-        for number in getattr(text, "ple_layer_ids", ()):  # from 1: their n-grams and convolutions mix tokens
-            gathering[number - 1] = Gathering(text.hidden_size * text.hc_count, with_positions=True, chosen=chosen)
     return gathering
-
-
-def _choice_of(text: Any, name: str) -> tuple[int, int]:
-    """Returns how many keys a query chooses, and the numbers of an index key."""
-    if text.model_type == "qwen4_exp_text":  # It chooses by positions, too.
-        rotary = int(text.head_dim * text.rope_parameters.get("partial_rotary_factor", 1))
-        return _positive(text, name, "indexer_budget"), _positive(text, name, "indexer_head_dim") + 2 * rotary
-    if hasattr(text, "index_block_size"):
-        return text.index_topk_blocks * text.index_block_size, text.index_head_dim
-    return text.index_topk, 2 * text.index_head_dim + 1 if hasattr(text, "index_kpool") else text.index_head_dim
 
 
 def _heads_of(text: PretrainedConfig, name: str) -> dict[str, Any]:

@@ -125,7 +125,8 @@ def test_explain_counts_the_bytes_of_mixers_apart_from_attention(tmp_path, comma
         (tmp_path / "config.json").write_text(json.dumps({**HYBRID, **config}))
         attention = attention_of_model(load_config(str(tmp_path)), "x")
         step = explain_layers(attention, seq_len=8192, world_size=4, batch_size=2)
-        assert step.mixers.forward == step.mixers.backward == (sent, sent)
+        ((_, mixers),) = step.mixers
+        assert mixers.forward == mixers.backward == (sent, sent)
         ((layers, call),) = step.calls
         assert layers == [3] and step.traffic.backward.sent == call.busiest().backward.sent + 3 * sent
         printed = " ".join(command(f"explain --tokens 8192 --ranks 4 --model {tmp_path} --batch-size 2").split())

@@ -201,5 +201,6 @@ LETTERS = {"hybrid_override_pattern": "M-M*E", "num_hidden_layers": 5, "mamba_nu
 def test_layers_that_attend_and_mixers_are_counted_apart(config, attending, mixing):
     attention = attention_of_model(config_of({**HYBRID, **config}), "x")
     assert attention.numbers == attending
-    assert attention.mixers is not None and attention.mixers.layers == mixing
-    assert (attention.mixers.numbers is None) == (config["model_type"] in ("minimax", "recurrent_gemma"))
+    (mixers,) = attention.mixers
+    assert mixers.layers == mixing
+    assert (mixers.numbers is None) == (config["model_type"] in ("minimax", "recurrent_gemma"))

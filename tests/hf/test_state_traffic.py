@@ -84,7 +84,8 @@ def logits_of_a_part(model, ids, positions):
 def test_bytes_are_those_that_the_config_tells(model_type, world_size, layout):
     """Of whole models, with their attention, in forward and in backward, at two lengths."""
     attention = attention_of_model(tiny_config(model_type), model_type)
-    assert attention.mixers is not None and attention.mixers.layers and attention.numbers
+    (mixers,) = attention.mixers
+    assert mixers.layers and attention.numbers
 
     def work(ring, model):
         by_call = []
@@ -96,7 +97,7 @@ def test_bytes_are_those_that_the_config_tells(model_type, world_size, layout):
                 forward = moved(ring)
                 logits.sum().backward()
                 planned = of_attention(attention, documents, layout, ring)
-                mixed = of_mixers(attention.mixers, documents, layout)
+                mixed = of_mixers(mixers, documents, layout)
                 assert forward == added(x.forward for x in [*planned, *mixed]), (length, documents)
                 assert moved(ring) == added(y for x in [*planned, *mixed] for y in (x.forward, x.backward)), length
                 assert sum(mixed[0].forward) > 0
@@ -105,7 +106,7 @@ def test_bytes_are_those_that_the_config_tells(model_type, world_size, layout):
 
     for by_call in on_ranks(work, lambda: tiny_model(model_type, "eager"), world_size, layout=layout):
         whole, _, whole_longer = by_call
-        if attention.mixers.numbers is None:
+        if mixers.numbers is None:
             assert whole_longer.forward.sent == 2 * whole.forward.sent
         else:
             assert whole_longer == whole, "the bytes of states depend on the length"
@@ -125,9 +126,7 @@ def test_bytes_of_gathered_rows_are_explained(model_type):
         call = {"seq_len": 24, "world_size": 2, "batch_size": 2, "dtype": "float64"}
         step = explain_layers(attention, layout=ring.layout, **call)
         parts = [call.traffic()[ring.rank] for numbers, call in step.calls for _ in numbers]
-        parts += [step.mixers] * len(attention.mixers.layers) if attention.mixers else []
-        beside = attention.gathering.keys() - {*attention.numbers}
-        parts += [attention.gathering[number].traffic(step.base.layout, 2, "float64") for number in beside]
+        parts += [of_layer for kind, of_layer in step.mixers for _ in kind.layers]
         ring.reset_traffic()
         given = {"position_ids": positions} if takes(runner_of(model), "position_ids") else {}
         with running_with(on_use=True):
@@ -150,7 +149,7 @@ def test_a_prefill_keeps_one_input_more(model_type):
         documents = (((0, 24),),)
         ring.reset_traffic()
         layout = ra.prefill(model, ids).layout
-        mixed = of_mixers(attention.mixers, documents, layout, kept=True)
+        mixed = of_mixers(attention.mixers[0], documents, layout, kept=True)
         assert moved(ring) == added(x.forward for x in [*of_attention(attention, documents, layout, ring), *mixed])
 
     on_ranks(work, lambda: tiny_model(model_type, "eager"))

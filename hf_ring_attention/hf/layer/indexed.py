@@ -22,6 +22,7 @@ from ...compute.private import implementation_of, tree_map
 from ...ring.operator import UNTRACEABLE
 from ...ring.shards import whole_of
 from ..forward_pass import ForwardPass, forward_pass_of
+from ..model.support import chosen_keys
 from ..model.wrappers import by_name, cache_in, cache_names, modules_with_choices
 from ..names import IMPLEMENTATION
 from ..rows.documents import documents_from_mask
@@ -86,7 +87,7 @@ def attach_indexers(model: nn.Module) -> None:
             module.build_attention_mask_from_topk = partial(_choice_as_mask, module)
         indexer = getattr(module, "indexer", None)
         if isinstance(indexer, nn.Module) and not isinstance(vars(indexer).get("forward"), IndexerInSlices):
-            kind = PooledIndexerInSlices if hasattr(indexer, "compress_ratio") else IndexerInSlices
+            kind = next((kind for size, kind in _INDEXERS.items() if hasattr(indexer, size)), IndexerInSlices)
             indexer.forward = kind(indexer, module)
             module.register_forward_pre_hook(_note_mask, with_kwargs=True)
 
@@ -99,12 +100,12 @@ def _choice_as_mask(module: Any, topk_indices: Tensor, query_states: Tensor, kv_
 
 
 def _note_mask(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Tells the indexer of an attention module the mask, which some indexers are not given."""
+    """Hands the mask of an attention module to its indexer, since some indexers are not given it."""
     kwargs = by_name(module, args, kwargs)
     hidden = kwargs["hidden_states"]
     ours = hidden.is_meta or implementation_of(module.config) == IMPLEMENTATION
     module.indexer.forward.mask = kwargs["attention_mask"] if ours else None
-    if ours and isinstance(module.indexer.forward, PooledIndexerInSlices):
+    if ours and isinstance(module.indexer.forward, _ByFormulas):
         # `_InPlaceOfMask` takes its place.
         kwargs["attention_mask"] = torch.ones(1, dtype=torch.bool, device=hidden.device)
     return (), kwargs
@@ -114,21 +115,21 @@ class IndexerInSlices:
     """The forward of an indexer of a patched model, which runs the indexer's own forward on slices of queries.
 
     It returns the numbers of keys in whole rows that each query has chosen, -1 for none: [B, m, chosen] int32, or
-    [B, index heads, m, chosen] for an indexer that chooses blocks for each key/value head.
+    [B, index heads, m, chosen] for an indexer that chooses for each key/value head.
     """
+
+    heads_name = "n_heads"
+    by_head = False  # whether it chooses for each key/value head
+    marks_padding = False  # whether its keys mark padding, since its layer gets no mask
 
     def __init__(self, module: nn.Module, attention: nn.Module) -> None:
         self.module, self.attention = cast(Any, module), attention
         self.mask: Tensor | None = None
-        self.block: int | None = getattr(module, "block_size", None)  # MiniMax M3 chooses blocks of this many keys
-        self.pools = hasattr(module, "index_kpool")  # GLM 5.3 chooses pools of keys, and marks keys that are padding
-        sizes = vars(module)
-        if self.block:
-            self.most = sizes["topk_blocks"] * self.block  # the keys that a query chooses
-        else:
-            pool = sizes.get("index_kpool", sizes.get("compress_ratio", 1))
-            self.most = sizes.get("index_topk", sizes.get("token_budget")) + pool - 1
-        self.heads = next(int(x) for x in map(sizes.get, ("n_heads", "num_heads", "index_n_heads")) if x)
+
+    @property
+    def heads(self) -> int:
+        """The number of index heads, whose scores exist at once."""
+        return int(getattr(self.module, self.heads_name))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> IndexerInSlices:
         copied = copy.copy(self)
@@ -142,11 +143,11 @@ class IndexerInSlices:
         given, config = by_name(self.module, args, kwargs), getattr(self.attention, "config", None)
         hidden = given["hidden_states"]
         if hidden.is_meta:  # An estimate measures the model.
-            return self._with_choices(hidden, [], self.most)
+            return self._with_choices(hidden, [], chosen_keys(config)[0])
         if implementation_of(config) != IMPLEMENTATION:
             return self._run(given, cache_in(given))
         now = forward_pass_of(config, self.attention)
-        tokens = Tokens() if self.pools else tokens_of(self.mask)
+        tokens = Tokens() if self.marks_padding else tokens_of(self.mask)
         if now is None or tokens.valid is not None:
             wrong = "was called outside of its model" if now is None else "got rows with padding inside a document"
             raise ValueError(
@@ -157,18 +158,18 @@ class IndexerInSlices:
         return self._with_choices(hidden, parts, max((part.shape[3] for *_, part in parts), default=1))
 
     def _with_choices(self, hidden: Tensor, parts: list[tuple[Tensor, Tensor, Tensor]], width: int) -> Tensor:
-        shape = len(hidden), self.heads if self.block else 1, hidden.shape[1], width
+        shape = len(hidden), self.heads if self.by_head else 1, hidden.shape[1], width
         found = hidden.new_full(shape, -1, dtype=torch.int32)
         for rows, places, part in parts:
             found[rows[:, None], :, places, : part.shape[3]] = part.transpose(1, 2)
-        return found if self.block else found[:, 0]
+        return found if self.by_head else found[:, 0]
 
     def _choices(
         self, given: dict[str, Any], tokens: Tokens, now: ForwardPass
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yields the batch rows, the places of the queries and their choice [rows, heads or 1, s, chosen] of each slice."""
         keys, hidden = self._keys(given, now), given["hidden_states"]
-        if self.pools:
+        if self.marks_padding:
             cache = cache_in(given) if now.layout is None else None
             written = None if cache is None else cache.layers[self.module.layer_idx].get_seq_length()
             tokens = Tokens(now.documents or documents_from_mask(keys[..., -1] != 0), written=written)
@@ -179,21 +180,15 @@ class IndexerInSlices:
             for first in range(0, length, step):
                 places = torch.arange(first, min(length, first + step), device=device)
                 of_slice = _at_places(given, rows, place + places, hidden.shape)
-                chosen = self._chosen(of_slice, of_document, position - start + places)
-                yield rows, place + places, torch.where(chosen < 0, -1, chosen + start).int()
+                positions = position - start + places
+                chosen = self._chosen(of_slice, of_document, positions)
+                visible = (chosen >= 0) & (chosen <= positions[:, None])
+                yield rows, place + places, torch.where(visible, chosen + start, -1).int()
 
     def _chosen(self, given: dict[str, Any], keys: Tensor, positions: Tensor) -> Tensor:
         """Returns the keys [rows, heads or 1, s, chosen] that queries at positions [s] choose, of keys [rows, n, D]."""
-        length, cache = keys.shape[1], _IndexKeys(keys, int(positions[-1]) + 1)
-        if self.block is None:
-            visible = (torch.arange(length, device=positions.device) <= positions[:, None])[None]
-            mask = given["attention_mask"] if self.pools else visible
-            chosen = self._run({**given, "attention_mask": mask}, cache)[:, None].long()
-        else:
-            blocks = self._run({**given, "position_ids": positions.expand(len(given["hidden_states"]), -1)}, cache)
-            inside = torch.arange(self.block, device=blocks.device)
-            chosen = torch.where(blocks[..., None] < 0, length, blocks[..., None] * self.block + inside).flatten(3)
-        return torch.where(chosen <= positions[:, None], chosen, -1)
+        visible = torch.arange(keys.shape[1], device=positions.device) <= positions[:, None]
+        return self._run({**given, "attention_mask": visible[None]}, _IndexKeys(keys))[:, None].long()
 
     def _keys(self, given: dict[str, Any], now: ForwardPass) -> Tensor:
         """Returns the index keys [B, n, D] of whole rows, with those in the cache."""
@@ -215,15 +210,38 @@ class IndexerInSlices:
         if cache is None:
             return keys
         layer: Any = cache.layers[self.module.layer_idx]
-        return cast(Tensor, layer.update_index(keys[:, None])[:, 0] if self.block else layer.update_indexer(keys))
+        return cast(Tensor, layer.update_index(keys[:, None])[:, 0] if self.by_head else layer.update_indexer(keys))
 
     def _run(self, given: dict[str, Any], keys: Any) -> Tensor:
         own = type(self.module).forward
         return cast(Tensor, own(self.module, **{**given, cache_names(own)[0]: keys}))
 
 
-class PooledIndexerInSlices(IndexerInSlices):
+class _BlockIndexer(IndexerInSlices):
+    """The indexer of MiniMax-M3, which chooses blocks of keys for each key/value head."""
+
+    heads_name, by_head = "num_heads", True
+
+    def _chosen(self, given: dict[str, Any], keys: Tensor, positions: Tensor) -> Tensor:
+        size = self.module.block_size
+        blocks = self._run({**given, "position_ids": positions.expand(len(keys), -1)}, _IndexKeys(keys))[..., None]
+        inside = torch.arange(size, device=blocks.device)
+        return torch.where(blocks < 0, -1, blocks * size + inside).flatten(3)
+
+
+class _PoolIndexer(IndexerInSlices):
+    """The indexer of GLM-5.3, which chooses pools of keys, and counts queries by the tokens in its cache."""
+
+    marks_padding = True
+
+    def _chosen(self, given: dict[str, Any], keys: Tensor, positions: Tensor) -> Tensor:
+        return self._run(given, _IndexKeys(keys, int(positions[-1]) + 1))[:, None].long()
+
+
+class _ByFormulas(IndexerInSlices):
     """The indexer of Qwen4-Exp, whose own forward chooses for one query after another: here by its formulas, for many."""
+
+    heads_name = "index_n_heads"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         found = super().__call__(*args, **kwargs)
@@ -256,8 +274,11 @@ class PooledIndexerInSlices(IndexerInSlices):
             best = scores[:, behind == number, :number].topk(min(indexer.block_topk, number), -1).indices[..., None]
             chosen = (best * ratio + torch.arange(ratio, device=keys.device)).flatten(2)
             found[:, behind == number, : chosen.shape[2]] = chosen
-        found = torch.cat([found, rest.expand(len(keys), -1, -1)], -1)[:, None]
-        return torch.where(found <= positions[:, None], found, -1)
+        return torch.cat([found, rest.expand(len(keys), -1, -1)], -1)[:, None]
+
+
+#: The classes of other indexers, by a size that only they have.
+_INDEXERS = {"block_size": _BlockIndexer, "index_kpool": _PoolIndexer, "compress_ratio": _ByFormulas}
 
 
 class _InPlaceOfMask(Tensor):

@@ -90,6 +90,18 @@ def why_no_pattern(config: PretrainedConfig, sharded: bool = False) -> str | Non
     return why_own_attention(config, sharded)
 
 
+def chosen_keys(config: Any) -> tuple[int, int]:
+    """Returns how many keys a query of an indexed type chooses, and the numbers of an index key."""
+    if config.model_type == "qwen4_exp_text":  # It chooses by positions, too.
+        rotary = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1))
+        return config.indexer_budget, config.indexer_head_dim + 2 * rotary
+    if hasattr(config, "index_block_size"):
+        return config.index_topk_blocks * config.index_block_size, config.index_head_dim
+    if hasattr(config, "index_kpool"):  # A key has gates beside it, and a mark of padding.
+        return config.index_topk, 2 * config.index_head_dim + 1
+    return config.index_topk, config.index_head_dim
+
+
 def class_name(config: PretrainedConfig | None) -> str:
     """Returns the name of the class of a config's model, or of the config itself if the class is unknown."""
     if config is None:
