@@ -28,6 +28,7 @@ from .ring.ring import Ring as Ring
 from .ring.simulation import run_simulated as run_simulated
 from .ring.simulation import simulate as simulate
 from .training.distillation import distillation_loss as distillation_loss
+from .training.mtp import mtp_loss as mtp_loss
 from .training.packing import pack_documents as pack_documents
 from .training.sliced_layers import sliced_layers as sliced_layers
 from .training.trainer import RingTrainer as RingTrainer
@@ -61,6 +62,7 @@ __all__ = [
     "exact_attention",
     "explain",
     "keep_attention",
+    "mtp_loss",
     "naming_lost_processes",
     "pack_documents",
     "patch_config",

@@ -62,13 +62,16 @@ PROBED: dict[str, dict[str, tuple[str, ...]]] = {
     "transformers": {
         "transformers.modeling_utils.PreTrainedModel": (
             "_can_set_attn_implementation",
+            "_init_weights",
             "_is_stateful",
+            "_keys_to_ignore_on_load_unexpected",
             "_supports_sdpa",
         ),
         "transformers.modeling_utils.PreTrainedModel._set_gradient_checkpointing": ("_gradient_checkpointing_func",),
         "transformers.configuration_utils.PretrainedConfig": ("_attn_implementation",),
         "transformers.utils.output_capturing": ("_active_collector",),
     },
+    "transformers.mtp": {"transformers.modeling_layers.MtpModel": ("_project_to_logits",)},
     "transformers.generate": {"transformers.GenerationMixin": ("_prepare_cache_for_generation",)},
     "transformers.Trainer": {
         "transformers.Trainer": ("_get_dataloader", "_get_grad_norm", "_set_signature_columns_if_needed"),
@@ -80,7 +83,8 @@ PROBED: dict[str, dict[str, tuple[str, ...]]] = {
         "accelerate.Accelerator.prepare_data_loader": ("_is_accelerate_prepared",),
     },
     "deepspeed": {"deepspeed.utils.set_z3_leaf_module": ("_z3_leaf",)},
-    "trl": {"GRPOTrainer": ("_generate_single_turn",)},
+    "trl": {"GRPOTrainer": ("_generate_single_turn", "_get_tool_suffix_ids")},
+    "trl.RLOOTrainer": {"RLOOTrainer": ("_generate_single_turn",)},
     "trl.DPOTrainer": {"trl.DPOTrainer.__init__": ("_precompute_model_hash", "_precompute_ref_logps")},
     "trl.SFTTrainer": {"trl.SFTTrainer": ("_prepare_dataset",)},
     "lm_eval": {"HFLM": ("_loglikelihood_tokens", "_model_call", "_model_generate")},
@@ -365,8 +369,10 @@ def check_trl(trainer_class: Any) -> None:
     # Its subclasses may have its name, also those of trl.experimental.
     kinds = {kind.__name__: kind for kind in trainer_class.__mro__ if kind.__module__.startswith("trl.trainer.")}
     for name, kind in kinds.items():
-        if name in ("GRPOTrainer", "RLOOTrainer"):
+        if name == "GRPOTrainer":
             check("trl", {"GRPOTrainer": kind})
+        if name == "RLOOTrainer":
+            check("trl.RLOOTrainer", {"RLOOTrainer": kind})
         if name == "SFTTrainer":
             check("trl.SFTTrainer", {"trl.SFTTrainer": kind})
         if name in ("DPOTrainer", "KTOTrainer"):

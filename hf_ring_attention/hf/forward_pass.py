@@ -63,13 +63,18 @@ class WholeRows:
         return self.documents is not None and any(len(row) > 1 for row in self.documents)
 
     @property
+    def numbers(self) -> Tensor:
+        """The number [B, n] of each token's document, from 1; 0 for padding."""
+        numbers = torch.zeros(self.batch, self.length, dtype=torch.int64)
+        for row, spans in enumerate(self.documents or ()):
+            for number, (start, stop) in enumerate(spans, 1):
+                numbers[row, start:stop] = number
+        return numbers
+
+    @property
     def mask(self) -> Tensor:
         """The mask [B, n] of the tokens that belong to a document."""
-        mask = torch.zeros(self.batch, self.length, dtype=torch.int64)
-        for row, spans in enumerate(self.documents or ()):
-            for start, stop in spans:
-                mask[row, start:stop] = 1
-        return mask
+        return (self.numbers != 0).to(torch.int64)
 
 
 @dataclass

@@ -33,17 +33,17 @@ class RingAccelerator(Accelerator):
     """
 
     ring: Ring
-    _counts_processes = False
+    counts_processes = False
 
     @property
     def num_processes(self) -> int:
         """The number of rings."""
-        return self.state.num_processes if self._counts_processes else self.ring.dp_size
+        return self.state.num_processes if self.counts_processes else self.ring.dp_size
 
     @property
     def process_index(self) -> int:
         """The number of this process's ring."""
-        return self.state.process_index if self._counts_processes else self.ring.dp_rank
+        return self.state.process_index if self.counts_processes else self.ring.dp_rank
 
     def _prepare_device_mesh(self) -> None:
         """Returns no mesh: the two numbers above say which rows a process reads."""
@@ -62,7 +62,7 @@ class RingAccelerator(Accelerator):
         """Profiles as Accelerate does; each process writes a trace."""
         with self._counting(processes=False), super().profile(*args, **kwargs) as profiler:
             yield profiler
-            self._counts_processes = True  # The name of the trace has the number of the process.
+            self.counts_processes = True  # The name of the trace has the number of the process.
 
     def _prepare_deepspeed(self, *args: Any) -> Any:
         objects = [copy(x) if isinstance(x, DummyScheduler) else x for x in args]
@@ -107,11 +107,11 @@ class RingAccelerator(Accelerator):
 
     @contextmanager
     def _counting(self, processes: bool) -> Iterator[None]:
-        before, self._counts_processes = self._counts_processes, processes
+        before, self.counts_processes = self.counts_processes, processes
         try:
             yield
         finally:
-            self._counts_processes = before
+            self.counts_processes = before
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepares a schedule that steps once for each ring."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import skip_first_batches
-from accelerate.utils import gather, gather_object, set_seed
+from accelerate.utils import gather, gather_object
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.tensor import DTensor
@@ -31,6 +31,7 @@ from ..ring.operator import keep_attention
 from ..ring.ring import Ring
 from ..transport.lost_processes import naming_lost_processes
 from .packing import warn_of_cuts
+from .rollouts import SharedRollouts, check_generations, check_vllm
 
 logger = logging.getLogger(__name__)
 check("transformers.Trainer")
@@ -73,12 +74,12 @@ class RingTrainingArguments(TrainingArguments):
     ring_keep_attention: bool = field(default=True, metadata={"help": "checkpointing keeps the results of attention"})
 
 
-class RingTrainerMixin(_Trainer):
+class RingTrainerMixin(SharedRollouts, _Trainer):
     """Makes a Trainer shard its sequences over rings: `class RingDPOTrainer(ra.RingTrainerMixin, DPOTrainer): pass`.
 
     The model is patched to "ring_dilated" with the pattern of its config; so is a reference model. Collators, losses, metrics
     and evaluation are the Trainer's own: its accelerator counts rings (`Ring.from_accelerator`), batch sizes count the rows of
-    a ring, and the model takes whole rows. TRL's trainers that generate give the ranks of a ring the same completions.
+    a ring, and the model takes whole rows. The ranks of a ring share the prompts that TRL's trainers complete.
 
     Args:
         ring_size, ring_layout, ring_transport, ring_heads, ring_kernel, ring_keep_attention, offload_activations: as in
@@ -86,7 +87,7 @@ class RingTrainerMixin(_Trainer):
 
     Raises:
         ValueError: on every process, at set-up: no ring size for several processes, or one that does not divide their number; a
-            model with attention dropout; or a setting that rings would change (NEFTune, vLLM, DataParallel).
+            model with attention dropout; or a setting that rings would change (NEFTune, DataParallel).
         NotImplementedError: a model that ring_dilated does not compute.
 
     Example:
@@ -110,14 +111,13 @@ class RingTrainerMixin(_Trainer):
         self._told_not_finite = False
         check_trl(type(self))
         super().__init__(*args, **kwargs)
+        self.accelerator.counts_processes = False
         with self.ring.agreement("the set-up of a Trainer", everywhere=True):
             _check_settings(self)
             for user in (self, *vars(self).values()):  # some have helpers that gather
                 _count_rings_by_name(user, self.accelerator)
         self._patch_beside()
-        if hasattr(super(), "_generate_single_turn"):
-            # TRL has set a seed by process; the ranks of a ring draw the same numbers.
-            set_seed(self.args.seed + self.ring.dp_rank)
+        self._begin_rollouts()
 
     def ring_setting(self, name: str) -> Any:
         """Returns a setting of this Trainer, or else of its arguments."""
@@ -143,6 +143,9 @@ class RingTrainerMixin(_Trainer):
         self.ring = Ring.from_accelerator(self.accelerator, size, **settings)
         if self.model is not None:
             patch_model(self.model, ring=self.ring)
+        if getattr(args, "use_vllm", False):
+            check_vllm(self)
+            self.accelerator.counts_processes = True  # TRL makes an engine in each process.
         steps = getattr(args, "steps_per_generation", None)
         if steps is not None and hasattr(args, "generation_batch_size"):  # TRL counted processes.
             before, rows = args.generation_batch_size, args.per_device_train_batch_size * self.ring.dp_size * steps
@@ -256,15 +259,6 @@ class RingTrainerMixin(_Trainer):
         with naming_lost_processes():
             return super().train(*args, **kwargs)
 
-    # ---- TRL's trainers that generate
-
-    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        """Generates completions; all ranks of a ring get the completions of its first rank."""
-        completions = super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]
-        with self.ring.agreement("completions") as call:
-            call.message = completions if self.ring.rank == 0 else None
-        return call.answers[0]
-
 
 def _keep_attention_in(model: nn.Module) -> str | None:
     """Has the layers that checkpoint keep attention; returns the reason why some cannot, if any."""
@@ -300,7 +294,7 @@ def _check_settings(trainer: Any) -> None:
             f"ring_size={ring_size} and cp_size={cp_size} of the parallelism_config name the same number: give one of them"
         )
     if getattr(args, "steps_per_generation", None) is not None:
-        _check_generations(args, trainer.ring.dp_size)
+        check_generations(args, trainer.ring.dp_size)
     for rows in (trainer.train_dataset, trainer.eval_dataset):
         if "position_ids" in (getattr(rows, "column_names", None) or ()) and not _keeps_positions(trainer):
             raise ValueError(
@@ -312,28 +306,11 @@ def _check_settings(trainer: Any) -> None:
     refused = {
         f"DataParallel over {args.n_gpu} GPUs": args.n_gpu > 1 and "start a process for each: accelerate launch",
         "neftune_noise_alpha": over_ring and args.neftune_noise_alpha and "its noise depends on the length of a row",
-        "use_vllm": over_ring and getattr(args, "use_vllm", 0) and "vLLM would complete each prompt once for each rank",
         "train_sampling_strategy='batch_rebalance'": rebalanced and "it divides rows of processes",
     }
     for setting, reason in refused.items():
         if reason:
             raise ValueError(f"{setting} does not work over a ring: {reason}. Leave it out")
-
-
-def _check_generations(args: Any, rings: int) -> None:
-    """Compares the numbers of TRL's completions with the rings; TRL has compared them with the number of processes."""
-    generations, batch = args.num_generations, args.generation_batch_size
-    if batch % generations:
-        raise ValueError(
-            f"num_generations={generations} does not divide generation_batch_size={batch} of {rings} rings: raise "
-            f"per_device_train_batch_size or steps_per_generation"
-        )
-    generations, batch = args.num_generations_eval or generations, args.per_device_eval_batch_size
-    if args.eval_strategy != "no" and batch * rings % generations:
-        raise ValueError(
-            f"num_generations={generations} of evaluations does not divide per_device_eval_batch_size={batch} times "
-            f"{rings} rings: raise per_device_eval_batch_size"
-        )
 
 
 def _keeps_positions(trainer: Any) -> bool:

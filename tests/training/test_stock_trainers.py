@@ -145,7 +145,9 @@ def accelerate_loop(folder, ring_size):
 
 def by_trl(name, folder, ring_size, rows, model=None, changes=None, **more):
     """Trains on these rows with a Trainer of TRL."""
-    kind, ring = over(getattr(trl, f"{name}Trainer"), ring_size)
+    kind, ring = over(
+        greedy(name) if "num_generations" in (changes or {}) else getattr(trl, f"{name}Trainer"), ring_size
+    )
     args = getattr(trl, f"{name}Config")(**settings(folder, **(changes or {"max_length": 64})))
     given = {"train_dataset": rows, "processing_class": word_tokenizer(), **more, **ring}
     return finished(kind(model=model or language(folder), args=args, **given))
@@ -178,8 +180,20 @@ def length_of(completions, **kwargs):
     return [float(len(x.split()) % 2) - 0.1 * len({*x.split()}) for x in completions]
 
 
+def greedy(name):
+    """A Trainer whose copies of a prompt end with different words, so that completions differ without random numbers."""
+
+    class Greedy(getattr(trl, f"{name}Trainer")):
+        def _tokenize_prompts(self, prompts):
+            ids, *rest = super()._tokenize_prompts(prompts)
+            return [[*x, 5 + number % self.args.num_generations] for number, x in enumerate(ids)], *rest
+
+    return Greedy
+
+
 def grpo(folder, ring_size, name="GRPO", **changes):
     changes = {"batch_size": 4, "num_generations": 2, "max_completion_length": 6, "steps": 4, **changes}
+    changes["generation_kwargs"] = {"do_sample": False}
     prompts = texts(12, "prompt", shortest=4, longest=9)
     return by_trl(name, folder, ring_size, prompts, changes=changes, reward_funcs=length_of)
 
@@ -210,6 +224,7 @@ def sdpo(folder, ring_size, model=None):
 
 def distillation(folder, ring_size):
     prompts, changes = texts(12, "prompt", shortest=4, longest=9), {"max_completion_length": 6, "steps": 3}
+    changes["generation_kwargs"] = {"do_sample": False}
     teacher = language(folder, tiny_teacher)
     return by_trl("Distillation", folder, ring_size, prompts, changes=changes, teacher_model=teacher)
 

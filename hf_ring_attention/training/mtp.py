@@ -1,0 +1,219 @@
+"""`mtp_loss`: layers of multi-token prediction train with their model, over a ring too, and are saved with it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..compute.private import check, checkpointing_of, set_checkpointing, set_implementation
+from ..hf.forward_pass import pass_of_decoder, running_with
+from ..hf.loss.lm_loss import IGNORED, next_labels
+from ..hf.loss.on_use import OnUse
+from ..hf.loss.output_layer import wrap_head
+from ..hf.loss.values import Origin
+from ..hf.model.config import patterns_of, settings_of, warn_once
+from ..hf.model.wrappers import attachment_of, by_name, inner_model, modules_with_choices, runner_of
+from ..hf.names import IMPLEMENTATION
+from ..hf.patch import Model
+from ..hf.rows.cut import whole_positions
+from ..hf.rows.documents import rows_of_call
+from ..hybrids.models import mixers_of
+from ..plan.branches import check_count
+
+
+def mtp_loss(model: Model, weight: float = 0.1, depths: int | None = None) -> Model:
+    """Gives a model layers of multi-token prediction, as `model.mtp`, and adds their loss to its own in training mode.
+
+    The layer of depth k, from 0, gets the last hidden state of token t, or that of the layer before, beside the embedding of
+    token t + k + 1, and predicts token t + k + 2 of the same document by the model's head (DeepSeek-V3, arXiv 2412.19437).
+    Transformers drafts with these layers (`generate(use_mtp=True)`), but neither trains nor saves them. They attend as they do
+    there: by a pattern of all layers, and exactly if patterns differ by layer.
+
+    Args:
+        model: a patched causal model of Transformers, or a wrapper of one, before its optimizer is made.
+        weight: how much the mean of the losses of all depths counts; `outputs.mtp_losses` [depths] has them. With 0 the layers
+            are kept and saved, and do not learn.
+        depths: the number of new layers, with random weights; None loads the layers of the model's checkpoint.
+
+    Returns:
+        The model. `save_pretrained` and Trainer save the layers where Transformers finds them: as `model.layers.61` of a
+        DeepSeek-V3, behind its 61 layers, or as `mtp.layers.0`.
+
+    Raises:
+        ValueError: no causal model, one that is not patched, or one with such layers; or in a call, no `input_ids`.
+        NotImplementedError: layers that choose keys or pass states, a model that keeps its own attention; or in a call, images,
+            or a Trainer of TRL, which computes its own loss.
+
+    Example:
+        >>> model, ids = ra.mtp_loss(ra.patch_model(tiny_llama()), depths=2), torch.arange(1, 33)[None]
+        >>> outputs = model.train()(ids, labels=ids)
+        >>> torch.allclose(outputs.loss, model.eval()(ids, labels=ids).loss + 0.1 * outputs.mtp_losses.mean())
+        True
+    """
+    inner: Any = inner_model(model, "mtp_loss")
+    name, config, runner = type(inner).__name__, inner.config.get_text_config(), runner_of(inner)
+    if inner.get_output_embeddings() is None or not attachment_of(inner).number or hasattr(inner, "mtp"):
+        raise ValueError(f"mtp_loss takes a causal model once, after ra.patch_model(model), got {name}")
+    check("transformers.mtp")
+    from transformers.modeling_layers import MtpModel  # Older releases lack it.
+
+    last = inner.get_decoder().layers[-1]
+    if depths is not None:
+        check_count("mtp_loss", "depths", depths)
+        config.num_mtp_layers = depths
+        for kind in ("layer_types", "mlp_layer_types"):
+            if getattr(config, kind, None) and getattr(config, f"mtp_{kind}", None) is None:
+                setattr(config, f"mtp_{kind}", [getattr(config, kind)[-1]] * depths)
+    # A class may know the names of one size only, or none.
+    inner._keys_to_ignore_on_load_unexpected = [*_places(inner)]
+    mtp: Any = MtpModel.from_pretrained(inner) if depths is None else MtpModel(inner, depths)
+    if depths is not None:
+        mtp.layers.apply(inner._init_weights)  # Transformers leaves experts and sinks as they are in memory.
+    if attachment_of(runner).own_attention or mixers_of(mtp.layers, mtp.config) or modules_with_choices(mtp):
+        raise NotImplementedError(
+            f"mtp_loss: layers of {name} choose their keys, pass states or keep their own attention: set mtp_layer_types in "
+            f"its config to 'full_attention'"
+        )
+    for layer in mtp.layers:
+        layer.mtp_block.gradient_checkpointing = getattr(last, "gradient_checkpointing", False)
+        set_checkpointing(layer.mtp_block, checkpointing_of(last))
+    inner.mtp = _Heads(mtp, weight).to(next(last.parameters()).device, inner.dtype).train(inner.training)
+    inner.save_pretrained = partial(_save_with_heads, inner)
+    inner.register_load_state_dict_pre_hook(_to_own_names)
+    inner.register_forward_pre_hook(_begin, prepend=True, with_kwargs=True)
+    inner.register_forward_hook(_end, with_kwargs=True, always_call=True)
+    runner.register_forward_hook(partial(_predict, inner), prepend=True, with_kwargs=True)
+    return model
+
+
+class _Heads(nn.Module):
+    """The layers of multi-token prediction, as a part of their model, which owns the embedding and the head."""
+
+    def __init__(self, mtp: Any, weight: float) -> None:
+        super().__init__()
+        self.layers = mtp.layers
+        if mtp.use_shared_post_norm:
+            self.shared_post_norm = mtp.shared_post_norm
+        vars(self).update(mtp=mtp, weight=weight, batch=None, losses=None)  # and not as a module of this one
+
+
+def _begin(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Keeps the whole rows of a call that trains."""
+    batch, learns = by_name(model, args, kwargs), bool(model.training and model.mtp.weight)
+    trains = learns and any(batch.get(name) is not None for name in ("labels", "shift_labels"))
+    if trains and batch.get("input_ids") is None:
+        raise ValueError("mtp_loss embeds later tokens, and got no input_ids: pass them, and no inputs_embeds")
+    if trains and batch.get("fused_lm_head"):
+        raise NotImplementedError(
+            "Trainers of TRL compute a loss of their own, and would leave mtp_loss out: use Transformers' Trainer, or weight=0"
+        )
+    if learns and not trains and torch.is_grad_enabled():
+        warn_once(f"{type(model).__name__} was called without labels, so the layers of mtp_loss learn nothing")
+    vars(model.mtp).update(batch=batch if trains else None, losses=None)
+
+
+def _predict(model: Any, runner: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Computes the losses of all depths from the last hidden states of this rank's tokens."""
+    heads, now = model.mtp, pass_of_decoder(runner)
+    mtp, batch, ring = heads.mtp, heads.batch, attachment_of(runner).ring
+    if batch is None:
+        return
+    if now is None or now.rows is None:
+        raise NotImplementedError(
+            "mtp_loss computes no graphs and no caches: leave torch.compile and use_cache=True out"
+        )
+    rows = replace(rows_of_call(runner, batch["input_ids"], batch, divided=True), layout=now.layout)
+    positions = kwargs.get("position_ids")
+    positions = whole_positions(runner, rows, batch) if positions is None else positions
+    if positions.dim() != 2:
+        raise NotImplementedError("mtp_loss takes rows of text, and got positions of images")
+    mtp.shared_head, mtp.rotary_emb = model.get_output_embeddings(), getattr(model.get_decoder(), "rotary_emb", None)
+    set_implementation(mtp.config, IMPLEMENTATION)
+    setattr(mtp.config, IMPLEMENTATION, settings_of(runner.config))
+    wrap_head(mtp.shared_head)
+    # Their numbers begin at 0, as those of the model's layers, which own the patterns.
+    skipped = tuple(range(1, len(heads.layers) + 1))
+    inside = replace(now, runner=mtp, patterns=patterns_of(mtp.config), rows=rows, skipped=skipped, tokens=[])
+    embedding, losses = model.get_input_embeddings(), []
+    # Transformers leaves out the norm that some embeddings have.
+    embed = partial(nn.Embedding.forward, embedding) if hasattr(embedding, "embed_norm") else embedding
+    ids, documents, labels = batch["input_ids"], rows.numbers.to(output[0].device), next_labels(batch)
+    items = {name: x for name, x in batch.items() if name == "num_items_in_batch" and x is not None}
+    hidden, origin = output[0], Origin(type(model).__name__, rows, now.ring)
+    for depth in range(len(heads.layers)):
+        later = _moved(ids, depth + 1, 0)
+        embedded = embed(later if rows.layout is None else now.ring.shard(later, rows.layout))
+        with running_with(forward_pass=inside):
+            hidden = mtp.forward_layer(depth, hidden, positions + depth + 1, None, inputs_embeds=embedded)
+        logits = mtp._project_to_logits(hidden if ring is None else OnUse.of_hidden(hidden, origin))
+        beyond = (documents == 0) | (documents != _moved(documents, depth + 2, 0))
+        following = _moved(labels.to(beyond.device), depth + 1, IGNORED).masked_fill(beyond, IGNORED)
+        losses.append(model.loss_function(logits, None, mtp.config.vocab_size, shift_labels=following, **items))
+    heads.losses = torch.stack(losses)
+    now.tokens += inside.tokens  # Backward may recompute the layers.
+
+
+def _moved(x: Tensor, count: int, fill: int) -> Tensor:
+    """Returns what is known [B, n] of the tokens that come `count` later; `fill` beyond the end of the row."""
+    return F.pad(x, (0, count), value=fill)[:, count:]
+
+
+def _end(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Adds the losses of the layers to the model's."""
+    heads = model.mtp
+    losses, heads.batch, heads.losses = heads.losses, None, None
+    if losses is None or output is None:
+        return output
+    loss = output[0] + heads.weight * losses.mean().to(output[0].dtype)
+    if isinstance(output, tuple):
+        return (loss, *output[1:])
+    output.loss, output.mtp_losses = loss, losses.detach()
+    return output
+
+
+# ---- names in checkpoints
+
+
+def _places(model: Any) -> dict[str, str]:
+    """Returns the beginnings of the layers' names in checkpoints, as patterns, with those of their names in the model."""
+    for place in ("mtp.", "model.mtp."):
+        known = type(model)._keys_to_ignore_on_load_unexpected or ()
+        if any(re.search(pattern, f"{place}layers.0.enorm.weight") for pattern in known):
+            return {rf"^{re.escape(place)}": "mtp."}
+    decoder, depths = model.get_decoder(), getattr(model.config.get_text_config(), "num_mtp_layers", None) or 0
+    (path, *_) = (path for path, module in model.named_modules() if module is decoder)
+    first = len(decoder.layers)
+    return {rf"^{re.escape(path)}\.layers\.{first + depth}\.": f"mtp.layers.{depth}." for depth in range(depths)}
+
+
+def _save_with_heads(
+    model: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **kwargs: Any
+) -> None:
+    """Saves a model with its layers of multi-token prediction, under their names in checkpoints."""
+    state, places = {**(model.state_dict() if state_dict is None else state_dict)}, _places(model)
+    for name in [*state]:
+        for place, own in places.items():
+            if name.startswith(own):
+                rest = name.removeprefix(own)
+                if "layers" in place:  # behind the decoder's layers, as in checkpoints of DeepSeek
+                    rest = re.sub("^mtp_block.", "", re.sub("^post_norm", "shared_head.norm", rest))
+                state[re.sub(r"[\\^]", "", place) + rest] = state.pop(name)
+    type(model).save_pretrained(model, save_directory, is_main_process, state_dict=state, **kwargs)
+
+
+def _to_own_names(model: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Gives the layers of a checkpoint, from which Trainer resumes, their names in the model."""
+    for name in [*state]:
+        for place, own in _places(model).items():
+            rest = re.sub(place, "", name.removeprefix(prefix))
+            if rest != name.removeprefix(prefix):
+                if "layers" in place:
+                    rest = re.sub("^shared_head.norm", "post_norm", rest)
+                    rest = rest if re.match("enorm|hnorm|eh_proj|post_norm", rest) else f"mtp_block.{rest}"
+                state[f"{prefix}{own}{rest}"] = state.pop(name)
