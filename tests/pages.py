@@ -23,7 +23,7 @@ SECTIONS = {
     "Models": "patch_model patch_config exact_attention supported_models ModelSupport",
     "Rings": "Ring SequenceLayout ring_attention Traffic Decision simulate run_simulated naming_lost_processes",
     "Training": "RingTrainer RingTrainerMixin RingTrainingArguments pack_documents distillation_loss keep_attention "
-    "sliced_layers",
+    "sliced_layers mtp_loss",
     "Generation": "prefill PatternCache",
     "Quality": "perplexity PerplexityReport calibrate Calibration",
     "Cost": "explain Explanation estimate Estimate",

@@ -64,7 +64,7 @@ def without_blocks(page):
 
 
 QUICK_START, PREAMBLE, TRAINER, TRL, ACCELERATE, SAVE = blocks(README, "python")
-(PREFERENCES,) = blocks(RECIPES, "python")
+(PREFERENCES,) = blocks(ROOT / "recipes" / "guide" / "training.md", "python")
 #: The model of the quick start, whose output is compared with the page: the tests have the copy of the demo.
 REAL_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 #: The tests add this to a snippet, to see its model at the end.
@@ -276,7 +276,7 @@ def test_pages_are_short(page, longest):
 
 
 def test_there_are_guides_to_all_topics_and_links_to_them():
-    topics = "api calibrating choosing clusters evaluating faq figures gallery ideas memory recovery serving tutorial"
+    topics = "api calibrating choosing clusters evaluating faq figures gallery ideas memory recovery serving training tutorial"
     assert [guide.stem for guide in GUIDES] == topics.split()
     assert not [guide for guide in GUIDES if f"(guide/{guide.name})" not in RECIPES.read_text("utf-8")]
 
@@ -320,7 +320,7 @@ def test_errors_are_quoted_as_the_code_says_them():
 @pytest.mark.parametrize("page", [RECIPES, ROOT / "recipes" / "guide" / "recovery.md"], ids=lambda page: page.stem)
 def test_errors_of_failed_runs_are_quoted_as_the_code_writes_them(page):
     """Numbers and types of an example stand for the fields of an f-string; the parts between them are texts of the code."""
-    below = r"^## (?:When something fails|Faults)\n(.*?)(?=^## )"
+    below = r"^## (?:When something fails|Faults)\n(.*?)(?=^## |\Z)"
     faults = re.search(below, page.read_text("utf-8"), flags=re.M | re.S)[1]
     cells = re.findall(r"^\| .*? \| (.*?)(?: \| .*)?\|$", faults, flags=re.M)
     quoted = [error for cell in cells for error in re.findall(r"`(\w[^`]* [^`]*)`", cell) if "hf-ring" not in error]

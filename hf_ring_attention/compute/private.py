@@ -7,13 +7,14 @@ and Transformers when the package is loaded; an error lists the missing names an
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import version as installed_version
 from pkgutil import resolve_name
-from types import CodeType, FrameType, FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -21,12 +22,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from .foreign_code import code_of
+
 _HOOKS_BEFORE = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 _HOOKS_OF_GRADIENTS = ("_backward_hooks", "_backward_pre_hooks")
 _HOOKS_AFTER = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 #: A module whose attributes are looked at: torch.compile puts another function in place of `Module.__init__`.
 PLAIN_MODULE = nn.Module()
+
+_ATTENTIONS = ("flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+_KERNELS = (*(f"_scaled_dot_product_{kind}{way}" for kind in _ATTENTIONS for way in ("", "_backward")),)
 
 #: The private names, by library and place. A place is found by its name, unless `check` is given it. It may be a function:
 #: the name is then its variable, or an attribute that it reads or sets.
@@ -40,17 +46,7 @@ PROBED: dict[str, dict[str, tuple[str, ...]]] = {
         "torch._C": ("_SetExcludeDispatchKeyGuard", "_autograd"),
         "torch._C._autograd": ("_top_saved_tensors_default_hooks",),
         "torch.autograd.grad_mode": ("_unsafe_preserve_version_counter",),
-        "torch.ops.aten": (
-            "_scaled_dot_product_flash_attention_for_cpu",
-            "_scaled_dot_product_flash_attention_for_cpu_backward",
-            "_scaled_dot_product_efficient_attention",
-            "_scaled_dot_product_efficient_attention_backward",
-            "_scaled_dot_product_cudnn_attention",
-            "_scaled_dot_product_cudnn_attention_backward",
-            "_flash_attention_forward",
-            "_flash_attention_backward",
-            "_grouped_mm",
-        ),
+        "torch.ops.aten": (*_KERNELS, "_flash_attention_forward", "_flash_attention_backward", "_grouped_mm"),
     },
     "torch.distributed": {
         "torch.distributed.distributed_c10d": ("_get_default_store", "_object_to_tensor", "_tensor_to_object"),
@@ -62,16 +58,14 @@ PROBED: dict[str, dict[str, tuple[str, ...]]] = {
     "transformers": {
         "transformers.modeling_utils.PreTrainedModel": (
             "_can_set_attn_implementation",
-            "_init_weights",
             "_is_stateful",
-            "_keys_to_ignore_on_load_unexpected",
             "_supports_sdpa",
         ),
         "transformers.modeling_utils.PreTrainedModel._set_gradient_checkpointing": ("_gradient_checkpointing_func",),
         "transformers.configuration_utils.PretrainedConfig": ("_attn_implementation",),
         "transformers.utils.output_capturing": ("_active_collector",),
     },
-    "transformers.mtp": {"transformers.modeling_layers.MtpModel": ("_project_to_logits",)},
+    "transformers.mtp": {"transformers.PreTrainedModel": ("_init_weights", "_keys_to_ignore_on_load_unexpected")},
     "transformers.generate": {"transformers.GenerationMixin": ("_prepare_cache_for_generation",)},
     "transformers.Trainer": {
         "transformers.Trainer": ("_get_dataloader", "_get_grad_norm", "_set_signature_columns_if_needed"),
@@ -83,9 +77,10 @@ PROBED: dict[str, dict[str, tuple[str, ...]]] = {
         "accelerate.Accelerator.prepare_data_loader": ("_is_accelerate_prepared",),
     },
     "deepspeed": {"deepspeed.utils.set_z3_leaf_module": ("_z3_leaf",)},
-    "trl": {"GRPOTrainer": ("_generate_single_turn", "_get_tool_suffix_ids")},
-    "trl.RLOOTrainer": {"RLOOTrainer": ("_generate_single_turn",)},
+    "trl.GRPOTrainer": {"trl.GRPOTrainer": ("_generate_single_turn", "_get_tool_suffix_ids")},
+    "trl.RLOOTrainer": {"trl.RLOOTrainer": ("_generate_single_turn",)},
     "trl.DPOTrainer": {"trl.DPOTrainer.__init__": ("_precompute_model_hash", "_precompute_ref_logps")},
+    "trl.KTOTrainer": {"trl.KTOTrainer.__init__": ("_precompute_model_hash", "_precompute_ref_logps")},
     "trl.SFTTrainer": {"trl.SFTTrainer": ("_prepare_dataset",)},
     "lm_eval": {"HFLM": ("_loglikelihood_tokens", "_model_call", "_model_generate")},
 }
@@ -116,11 +111,6 @@ def check(library: str, found: Mapping[str, Any] | None = None) -> None:
         )
 
 
-def code_of(function: Any) -> CodeType | None:
-    """Returns the code of a function without its decorators; None for other callables."""
-    return getattr(inspect.unwrap(function), "__code__", None)
-
-
 def version_of(x: Tensor) -> int:
     """Returns how often a tensor was written to; 0 for an inference tensor, which lacks ._version."""
     return 0 if x.is_inference() else x._version
@@ -143,14 +133,6 @@ def calling_frame(module: nn.Module) -> FrameType | None:
     while frame is not None and not (frame.f_code is code and frame.f_locals.get("self") is module):
         frame = frame.f_back
     return frame
-
-
-def is_running(frame: FrameType) -> bool:
-    """Returns whether a frame is among those that called this function."""
-    now = inspect.currentframe()
-    while now is not None and now is not frame:
-        now = now.f_back
-    return now is frame
 
 
 def remove_hooks(module: nn.Module, unwanted: Callable[[Any], bool]) -> None:
@@ -364,19 +346,32 @@ def mark_prepared(loader: Any) -> None:
     loader._is_accelerate_prepared = True
 
 
+def draft_layers(model: Any, count: int | None, names: list[str]) -> Any:
+    """Returns Transformers' layers that draft tokens: `count` new ones, else those of a checkpoint, by patterns of names."""
+    check("transformers.mtp")
+    from transformers.modeling_layers import MtpModel  # A class may know the names of one size only, or none.
+
+    model._keys_to_ignore_on_load_unexpected = names
+    drafts = MtpModel.from_pretrained(model) if count is None else MtpModel(model, count)
+    if count is not None:
+        drafts.layers.apply(model._init_weights)  # Transformers leaves experts and sinks as they are in memory.
+    return drafts
+
+
+def has_unexpected_name(model: Any, name: str) -> bool:
+    """Returns whether a model's class leaves a weight of this name out when it loads a checkpoint."""
+    return any(re.search(pattern, name) for pattern in type(model)._keys_to_ignore_on_load_unexpected or ())
+
+
 def check_trl(trainer_class: Any) -> None:
     """Raises ImportError if a Trainer of TRL lacks a private name that `training/trainer.py` overrides."""
     # Its subclasses may have its name, also those of trl.experimental.
-    kinds = {kind.__name__: kind for kind in trainer_class.__mro__ if kind.__module__.startswith("trl.trainer.")}
-    for name, kind in kinds.items():
-        if name == "GRPOTrainer":
-            check("trl", {"GRPOTrainer": kind})
-        if name == "RLOOTrainer":
-            check("trl.RLOOTrainer", {"RLOOTrainer": kind})
-        if name == "SFTTrainer":
-            check("trl.SFTTrainer", {"trl.SFTTrainer": kind})
-        if name in ("DPOTrainer", "KTOTrainer"):
-            check("trl.DPOTrainer", {"trl.DPOTrainer.__init__": kind.__init__})
+    kinds = {
+        f"trl.{kind.__name__}": kind for kind in trainer_class.__mro__ if kind.__module__.startswith("trl.trainer.")
+    }
+    for name in kinds.keys() & PROBED.keys():
+        (place,) = PROBED[name]
+        check(name, {place: kinds[name].__init__ if place.endswith("__init__") else kinds[name]})
 
 
 check("torch")

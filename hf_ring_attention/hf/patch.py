@@ -229,11 +229,16 @@ def _prepare_generation(model: Any) -> None:
 
 
 def _continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
-    config = model.config.get_text_config()
+    config, ring = model.config.get_text_config(), attachment_of(runner_of(model)).ring
     if implementation_of(config) == IMPLEMENTATION and not has_only_exact_attention(config):
         raise ValueError(
             f"generate_batch computes exact attention, and {type(model).__name__} has {patterns_of(config)}: call generate, or "
             f"set_attn_implementation('sdpa') for exact attention"
+        )
+    if ring is not None and ring.world_size > 1:
+        raise ValueError(
+            f"generate_batch has a cache of its own, and {type(model).__name__} a ring of {ring.world_size} ranks: call "
+            f"generate, or ra.patch_model with ring=None"
         )
     return type(model).init_continuous_batching(model, *args, **kwargs)
 

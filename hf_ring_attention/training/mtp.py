@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,7 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..compute.private import check, checkpointing_of, set_checkpointing, set_implementation
+from ..compute.private import (
+    checkpointing_of,
+    draft_layers,
+    has_unexpected_name,
+    set_checkpointing,
+    set_implementation,
+)
 from ..hf.forward_pass import pass_of_decoder, running_with
 from ..hf.loss.lm_loss import IGNORED, next_labels
 from ..hf.loss.on_use import OnUse
@@ -60,9 +67,8 @@ def mtp_loss(model: Model, weight: float = 0.1, depths: int | None = None) -> Mo
     name, config, runner = type(inner).__name__, inner.config.get_text_config(), runner_of(inner)
     if inner.get_output_embeddings() is None or not attachment_of(inner).number or hasattr(inner, "mtp"):
         raise ValueError(f"mtp_loss takes a causal model once, after ra.patch_model(model), got {name}")
-    check("transformers.mtp")
-    from transformers.modeling_layers import MtpModel  # Older releases lack it.
-
+    if not hasattr(inner.get_decoder(), "layers"):
+        raise NotImplementedError(f"mtp_loss: Transformers makes no layers that draft tokens for {name}")
     last = inner.get_decoder().layers[-1]
     if depths is not None:
         check_count("mtp_loss", "depths", depths)
@@ -70,15 +76,12 @@ def mtp_loss(model: Model, weight: float = 0.1, depths: int | None = None) -> Mo
         for kind in ("layer_types", "mlp_layer_types"):
             if getattr(config, kind, None) and getattr(config, f"mtp_{kind}", None) is None:
                 setattr(config, f"mtp_{kind}", [getattr(config, kind)[-1]] * depths)
-    # A class may know the names of one size only, or none.
-    inner._keys_to_ignore_on_load_unexpected = [*_places(inner)]
-    mtp: Any = MtpModel.from_pretrained(inner) if depths is None else MtpModel(inner, depths)
-    if depths is not None:
-        mtp.layers.apply(inner._init_weights)  # Transformers leaves experts and sinks as they are in memory.
-    if attachment_of(runner).own_attention or mixers_of(mtp.layers, mtp.config) or modules_with_choices(mtp):
+    mtp = draft_layers(inner, depths, [re.escape(name) for name in _names(inner)[1]])
+    others = mixers_of(mtp.layers, mtp.config) or modules_with_choices(mtp)
+    if others or attachment_of(runner).own_attention or hasattr(inner.get_input_embeddings(), "embed_norm"):
         raise NotImplementedError(
-            f"mtp_loss: layers of {name} choose their keys, pass states or keep their own attention: set mtp_layer_types in "
-            f"its config to 'full_attention'"
+            f"mtp_loss: {name} has layers that choose keys, pass states or keep their own attention, or a norm of embeddings: "
+            f"set mtp_layer_types in its config to 'full_attention'"
         )
     for layer in mtp.layers:
         layer.mtp_block.gradient_checkpointing = getattr(last, "gradient_checkpointing", False)
@@ -86,8 +89,8 @@ def mtp_loss(model: Model, weight: float = 0.1, depths: int | None = None) -> Mo
     inner.mtp = _Heads(mtp, weight).to(next(last.parameters()).device, inner.dtype).train(inner.training)
     inner.save_pretrained = partial(_save_with_heads, inner)
     inner.register_load_state_dict_pre_hook(_to_own_names)
-    inner.register_forward_pre_hook(_begin, prepend=True, with_kwargs=True)
-    inner.register_forward_hook(_end, with_kwargs=True, always_call=True)
+    inner.register_forward_pre_hook(_keep_batch, prepend=True, with_kwargs=True)
+    inner.register_forward_hook(_add_losses, with_kwargs=True, always_call=True)
     runner.register_forward_hook(partial(_predict, inner), prepend=True, with_kwargs=True)
     return model
 
@@ -103,7 +106,7 @@ class _Heads(nn.Module):
         vars(self).update(mtp=mtp, weight=weight, batch=None, losses=None)  # and not as a module of this one
 
 
-def _begin(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _keep_batch(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Keeps the whole rows of a call that trains."""
     batch, learns = by_name(model, args, kwargs), bool(model.training and model.mtp.weight)
     trains = learns and any(batch.get(name) is not None for name in ("labels", "shift_labels"))
@@ -133,38 +136,37 @@ def _predict(model: Any, runner: Any, args: tuple[Any, ...], kwargs: dict[str, A
     positions = whole_positions(runner, rows, batch) if positions is None else positions
     if positions.dim() != 2:
         raise NotImplementedError("mtp_loss takes rows of text, and got positions of images")
-    mtp.shared_head, mtp.rotary_emb = model.get_output_embeddings(), getattr(model.get_decoder(), "rotary_emb", None)
+    embed, head = model.get_input_embeddings(), model.get_output_embeddings()
+    mtp.rotary_emb = getattr(model.get_decoder(), "rotary_emb", None)
     set_implementation(mtp.config, IMPLEMENTATION)
     setattr(mtp.config, IMPLEMENTATION, settings_of(runner.config))
-    wrap_head(mtp.shared_head)
+    wrap_head(head)
     # Their numbers begin at 0, as those of the model's layers, which own the patterns.
     skipped = tuple(range(1, len(heads.layers) + 1))
     inside = replace(now, runner=mtp, patterns=patterns_of(mtp.config), rows=rows, skipped=skipped, tokens=[])
-    embedding, losses = model.get_input_embeddings(), []
-    # Transformers leaves out the norm that some embeddings have.
-    embed = partial(nn.Embedding.forward, embedding) if hasattr(embedding, "embed_norm") else embedding
+    losses = []
     ids, documents, labels = batch["input_ids"], rows.numbers.to(output[0].device), next_labels(batch)
     items = {name: x for name, x in batch.items() if name == "num_items_in_batch" and x is not None}
     hidden, origin = output[0], Origin(type(model).__name__, rows, now.ring)
     for depth in range(len(heads.layers)):
-        later = _moved(ids, depth + 1, 0)
+        later = _later(ids, depth + 1, 0)
         embedded = embed(later if rows.layout is None else now.ring.shard(later, rows.layout))
         with running_with(forward_pass=inside):
             hidden = mtp.forward_layer(depth, hidden, positions + depth + 1, None, inputs_embeds=embedded)
-        logits = mtp._project_to_logits(hidden if ring is None else OnUse.of_hidden(hidden, origin))
-        beyond = (documents == 0) | (documents != _moved(documents, depth + 2, 0))
-        following = _moved(labels.to(beyond.device), depth + 1, IGNORED).masked_fill(beyond, IGNORED)
+        logits = head(hidden if ring is None else OnUse.of_hidden(hidden, origin))
+        beyond = (documents == 0) | (documents != _later(documents, depth + 2, 0))
+        following = _later(labels.to(beyond.device), depth + 1, IGNORED).masked_fill(beyond, IGNORED)
         losses.append(model.loss_function(logits, None, mtp.config.vocab_size, shift_labels=following, **items))
     heads.losses = torch.stack(losses)
     now.tokens += inside.tokens  # Backward may recompute the layers.
 
 
-def _moved(x: Tensor, count: int, fill: int) -> Tensor:
+def _later(x: Tensor, count: int, fill: int) -> Tensor:
     """Returns what is known [B, n] of the tokens that come `count` later; `fill` beyond the end of the row."""
     return F.pad(x, (0, count), value=fill)[:, count:]
 
 
-def _end(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+def _add_losses(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Adds the losses of the layers to the model's."""
     heads = model.mtp
     losses, heads.batch, heads.losses = heads.losses, None, None
@@ -180,40 +182,39 @@ def _end(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any)
 # ---- names in checkpoints
 
 
-def _places(model: Any) -> dict[str, str]:
-    """Returns the beginnings of the layers' names in checkpoints, as patterns, with those of their names in the model."""
+def _names(model: Any) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns the beginnings of the layers' names in a checkpoint by those in the model, the longest first, and the reverse."""
     for place in ("mtp.", "model.mtp."):
-        known = type(model)._keys_to_ignore_on_load_unexpected or ()
-        if any(re.search(pattern, f"{place}layers.0.enorm.weight") for pattern in known):
-            return {rf"^{re.escape(place)}": "mtp."}
+        if has_unexpected_name(model, f"{place}layers.0.enorm.weight"):
+            return {"mtp.": place}, {place: "mtp."}
     decoder, depths = model.get_decoder(), getattr(model.config.get_text_config(), "num_mtp_layers", None) or 0
-    (path, *_) = (path for path, module in model.named_modules() if module is decoder)
-    first = len(decoder.layers)
-    return {rf"^{re.escape(path)}\.layers\.{first + depth}\.": f"mtp.layers.{depth}." for depth in range(depths)}
+    path = next(path for path, module in model.named_modules() if module is decoder)
+    saved: dict[str, str] = {}
+    loaded: dict[str, str] = {}
+    for depth in range(depths):  # behind the decoder's layers, as in checkpoints of DeepSeek
+        own, other = f"mtp.layers.{depth}.", f"{path}.layers.{len(decoder.layers) + depth}."
+        saved |= {f"{own}mtp_block.": other, f"{own}post_norm.": f"{other}shared_head.norm.", own: other}
+        loaded |= {f"{other}{name}.": f"{own}{name}." for name in ("enorm", "hnorm", "eh_proj")}
+        loaded |= {f"{other}shared_head.norm.": f"{own}post_norm.", other: f"{own}mtp_block."}
+    return saved, loaded
+
+
+def _rename(state: dict[str, Any], names: Mapping[str, str], prefix: str = "") -> dict[str, Any]:
+    """Gives weights other beginnings of their names."""
+    for name in [*state]:
+        if old := next((old for old in names if name.startswith(prefix + old)), None):
+            state[prefix + names[old] + name.removeprefix(prefix + old)] = state.pop(name)
+    return state
 
 
 def _save_with_heads(
     model: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **kwargs: Any
 ) -> None:
-    """Saves a model with its layers of multi-token prediction, under their names in checkpoints."""
-    state, places = {**(model.state_dict() if state_dict is None else state_dict)}, _places(model)
-    for name in [*state]:
-        for place, own in places.items():
-            if name.startswith(own):
-                rest = name.removeprefix(own)
-                if "layers" in place:  # behind the decoder's layers, as in checkpoints of DeepSeek
-                    rest = re.sub("^mtp_block.", "", re.sub("^post_norm", "shared_head.norm", rest))
-                state[re.sub(r"[\\^]", "", place) + rest] = state.pop(name)
+    """Saves a model with its layers of multi-token prediction, under their names in a checkpoint."""
+    state = _rename({**(model.state_dict() if state_dict is None else state_dict)}, _names(model)[0])
     type(model).save_pretrained(model, save_directory, is_main_process, state_dict=state, **kwargs)
 
 
 def _to_own_names(model: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Gives the layers of a checkpoint, from which Trainer resumes, their names in the model."""
-    for name in [*state]:
-        for place, own in _places(model).items():
-            rest = re.sub(place, "", name.removeprefix(prefix))
-            if rest != name.removeprefix(prefix):
-                if "layers" in place:
-                    rest = re.sub("^shared_head.norm", "post_norm", rest)
-                    rest = rest if re.match("enorm|hnorm|eh_proj|post_norm", rest) else f"mtp_block.{rest}"
-                state[f"{prefix}{own}{rest}"] = state.pop(name)
+    _rename(state, _names(model)[1], prefix)

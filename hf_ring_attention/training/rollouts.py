@@ -87,7 +87,7 @@ class SharedRollouts:
             torch.manual_seed(call.answers[0] + ring.rank)  # Copies of a prompt differ.
             completions.message = complete(chosen)
         self._rollouts += 1
-        return _joined(completions.answers, count)
+        return _of_all_shares(completions.answers, count)
 
     def _get_tool_suffix_ids(self, tool_messages: list[dict[str, Any]]) -> Any:
         """Returns the tokens of what tools answered; the answers of the first rank count, as tools may answer differently."""
@@ -100,13 +100,13 @@ class SharedRollouts:
         return super()._get_tool_suffix_ids(tool_messages)  # type: ignore[misc]
 
 
-def _joined(shares: Sequence[Any], count: int) -> Any:
+def _of_all_shares(shares: Sequence[Any], count: int) -> Any:
     """Returns the results for all prompts: lists are joined, inside tuples and dicts too; of others the first counts."""
     first = shares[0]
     if isinstance(first, tuple):
-        return tuple(_joined(part, count) for part in zip(*shares))
+        return tuple(_of_all_shares(part, count) for part in zip(*shares))
     if isinstance(first, dict):
-        return {name: _joined([share[name] for share in shares], count) for name in first}
+        return {name: _of_all_shares([share[name] for share in shares], count) for name in first}
     return [x for share in shares for x in share][:count] if isinstance(first, list) else first
 
 

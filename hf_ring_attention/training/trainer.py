@@ -301,11 +301,12 @@ def _check_settings(trainer: Any) -> None:
                 "the rows are packed, and this Trainer drops their position_ids: pass data_collator=default_data_collator and "
                 "remove_unused_columns=False, or documents and packing=True with packing_strategy='bfd_split'"
             )
-    over_ring = ring_size > 1
+    over_ring, batching = ring_size > 1, getattr(args, "use_transformers_continuous_batching", False)
     rebalanced = args.world_size > 1 and getattr(args, "train_sampling_strategy", None) == "batch_rebalance"
     refused = {
         f"DataParallel over {args.n_gpu} GPUs": args.n_gpu > 1 and "start a process for each: accelerate launch",
         "neftune_noise_alpha": over_ring and args.neftune_noise_alpha and "its noise depends on the length of a row",
+        "use_transformers_continuous_batching": over_ring and batching and "its cache does not know the ring",
         "train_sampling_strategy='batch_rebalance'": rebalanced and "it divides rows of processes",
     }
     for setting, reason in refused.items():

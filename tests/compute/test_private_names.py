@@ -31,20 +31,6 @@ class HarnessModel:
     _loglikelihood_tokens = _model_call = _model_generate = None
 
 
-class GRPOTrainer:
-    """TRL's own class takes seconds to import."""
-
-    __module__ = "trl.trainer.grpo_trainer"
-    _generate_single_turn = _get_tool_suffix_ids = None
-
-
-class RLOOTrainer:
-    """TRL's own class, without tools."""
-
-    __module__ = "trl.trainer.rloo_trainer"
-    _generate_single_turn = None
-
-
 class OptimizedModule(torch.nn.Module):
     """What torch.compile returns has a class of this name."""
 
@@ -56,8 +42,6 @@ def set_z3_leaf_module(model, flag):
 
 CHECKS = {library: partial(private.check, library) for library in private.PROBED} | {
     "torch.compile": lambda: private.compiled_module(OptimizedModule()),
-    "trl": lambda: private.check_trl(GRPOTrainer),
-    "trl.RLOOTrainer": lambda: private.check_trl(RLOOTrainer),
     "lm_eval": lambda: private.check("lm_eval", {"HFLM": HarnessModel}),
     "deepspeed": lambda: private.check("deepspeed", {"deepspeed.utils.set_z3_leaf_module": set_z3_leaf_module}),
 }

@@ -200,6 +200,15 @@ def test_continuous_batching_is_refused_and_a_pattern_without_effect_is_named(mo
     said = r"generate_batch computes exact attention, and LlamaForCausalLM has the pattern window:4\+1: call generate"
     for again in (model, copy.deepcopy(model)):
         refused(said, again.generate_batch, [[3, 4, 5]], max_new_tokens=2)
+    models = [tiny_model("llama", "eager") for _ in range(2)]
+
+    def over_ring(ring):
+        """Another implementation does not change that its rows would be cut."""
+        own = ra.patch_model(models[ring.rank], ring=ring)
+        own.set_attn_implementation("sdpa")
+        refused("LlamaForCausalLM a ring of 2 ranks: call generate", own.generate_batch, [[3, 4, 5]], max_new_tokens=2)
+
+    ra.run_simulated(over_ring, 2)
     model.set_attn_implementation("sdpa")
     warn_once.cache_clear()
     for _ in range(2):

@@ -251,6 +251,7 @@ def test_what_is_refused(caplog):
     refusals = [
         (lambda: ra.mtp_loss(tiny_model("llama", "eager"), depths=1), ValueError, "after ra.patch_model"),
         (lambda: ra.mtp_loss(model.model, depths=1), ValueError, "takes a causal model"),
+        (lambda: ra.mtp_loss(ra.patch_model(tiny_model("gpt2", "eager")), depths=1), NotImplementedError, "no layers"),
         (lambda: ra.mtp_loss(ra.mtp_loss(model, depths=1), depths=1), ValueError, "takes a causal model once"),
         (lambda: ra.mtp_loss(ra.patch_model(tiny_llama(None)), depths=0), ValueError, "depths"),
         (
