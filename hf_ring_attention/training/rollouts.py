@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,15 +42,28 @@ class SharedRollouts:
     _rollouts = 0
 
     def _begin_rollouts(self) -> None:
-        """Gives the ranks of a ring the same random numbers, where TRL has set a seed by process, and shares own rollouts."""
+        """Gives the ranks of a ring the same random numbers, where TRL has set a seed by process; shares `rollout_func`."""
         trainer: Any = self
         if hasattr(super(), "_generate_single_turn"):
             set_seed(self.args.seed + self.ring.dp_rank)
         own = getattr(self, "rollout_func", None)
         if own is not None and self.ring.world_size > 1:
-            trainer.rollout_func = lambda prompts, trainer: self._shared(
-                prompts, lambda chosen: own([prompts[number] for number in chosen], trainer)
-            )
+            trainer.rollout_func = partial(self._shared_rollouts, own)
+
+    def _shared_rollouts(self, own: Callable[..., dict[str, Any]], prompts: Sequence[Any], trainer: Any) -> Any:
+        """Calls a `rollout_func` with whole groups; the lists in its results are joined, of other entries the first counts."""
+        group = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
+
+        def complete(chosen: Sequence[int]) -> dict[str, Any]:
+            found = own([prompts[number] for number in chosen], trainer)
+            count = len(found.get("completion_ids", chosen))
+            if count != len(chosen):
+                raise ValueError(
+                    f"rollout_func returned {count} completions of {len(chosen)} prompts: return one for each"
+                )
+            return found
+
+        return self._shared(prompts, complete, unit=1 if len(prompts) % group else group)
 
     def _generate_single_turn(self, prompt_ids: Any, images: Any, fields: Any, *args: Any, **kwargs: Any) -> Any:
         """Completes prompts, whose token numbers, images and processed images are given, as TRL does."""
@@ -63,29 +78,31 @@ class SharedRollouts:
             own_fields = fields if choose is None else choose(chosen)
             return generate([prompt_ids[number] for number in chosen], own_images, own_fields, *args, **kwargs)
 
-        return self._shared(prompt_ids, complete, divided=choose is not None)
+        return self._shared(prompt_ids, complete, unit=len(prompt_ids) if choose is None else 1)
 
-    def _shared(self, prompts: Sequence[Any], complete: Callable[[Sequence[int]], Any], divided: bool = True) -> Any:
+    def _shared(self, prompts: Sequence[Any], complete: Callable[[Sequence[int]], Any], unit: int) -> Any:
         """Completes this rank's share of the prompts, chosen by their numbers, and returns the results of all ranks.
 
-        Shares have equal sizes, as engines with tensor parallelism need them: the first prompts fill up the last shares. If the
-        prompts cannot be divided, each rank completes all, and the results of the first one count.
+        Shares have as many units of so many prompts, as engines with tensor parallelism need it: the first prompts fill up the
+        last shares. If a unit is all prompts, each rank completes all, and the results of the first one count.
         """
         ring, count = self.ring, len(prompts)
         with ring.agreement("prompts to complete") as call:
-            call.same("the prompts", digest(prompts), "get the same from tools and environments: seed what they draw")
-            with torch.random.fork_rng(
-                []
-            ):  # What is drawn later, such as the order of completions, is as without a ring.
+            known = re.sub(" at 0x[0-9a-fA-F]+", "", repr(prompts))  # without the addresses of images
+            call.same("the prompts", digest(known), "get the same from tools and environments: seed what they draw")
+            # What is drawn later, such as the order of completions, is as without a ring.
+            with torch.random.fork_rng([]):
                 call.message = int(torch.randint(2**48, ())) + self._rollouts * ring.world_size
-        divided = divided and not (self.args.use_vllm and self.args.vllm_mode == "server")
-        size = -(-count // ring.world_size) if divided else count
+        served = self.args.use_vllm and self.args.vllm_mode == "server"
+        unit = count if served else unit
+        size = -(-count // (unit * ring.world_size)) * unit
         chosen = [number % count for number in range(ring.rank * size, (ring.rank + 1) * size)]
         device = self.accelerator.device
         forked = torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
+        of_server = complete(chosen) if served else None  # If it fails, the others wait for the main process alone.
         with ring.agreement("completions") as completions, forked:
             torch.manual_seed(call.answers[0] + ring.rank)  # Copies of a prompt differ.
-            completions.message = complete(chosen)
+            completions.message = of_server if served else complete(chosen)
         self._rollouts += 1
         return _of_all_shares(completions.answers, count)
 
@@ -101,13 +118,15 @@ class SharedRollouts:
 
 
 def _of_all_shares(shares: Sequence[Any], count: int) -> Any:
-    """Returns the results for all prompts: lists are joined, inside tuples and dicts too; of others the first counts."""
+    """Returns the results for all prompts: lists are joined, as are those in a tuple or a dict; of others the first counts."""
+
+    def joined(parts: Sequence[Any]) -> Any:
+        return [x for part in parts for x in part][:count] if isinstance(parts[0], list) else parts[0]
+
     first = shares[0]
-    if isinstance(first, tuple):
-        return tuple(_of_all_shares(part, count) for part in zip(*shares))
     if isinstance(first, dict):
-        return {name: _of_all_shares([share[name] for share in shares], count) for name in first}
-    return [x for share in shares for x in share][:count] if isinstance(first, list) else first
+        return {name: joined([share[name] for share in shares]) for name in first}
+    return tuple(map(joined, zip(*shares))) if isinstance(first, tuple) else joined(shares)
 
 
 def _fields_by_prompt(
@@ -127,7 +146,9 @@ def _fields_by_prompt(
     tiled = pixels is not None and pixels.ndim == 4 and len(pixels) != sum(numbers) and "image_grid_thw" not in fields
     undivided = tiled or "spatial_shapes" in fields
     counted: dict[str, Any] = {**fields, "num_images": numbers}
-    split = {} if undivided else split_pixel_values_by_grid(counted)
+    # TRL takes the rows of Idefics, which have a mask of pixels, for images if there are as many.
+    by_row = undivided or "pixel_attention_mask" in fields
+    split = counted if by_row else split_pixel_values_by_grid(counted)
     if undivided or any(len(x) != count for x in split.values()):
         warn_once(f"every rank completes all prompts: {', '.join(fields)} of this model are not divided by prompts")
         return None
@@ -162,10 +183,11 @@ def check_vllm(trainer: Any) -> None:
             f"vLLM completes without {patterns_of(config)}, and {name} does not correct it: set "
             f"vllm_importance_sampling_correction=True in GRPO, or leave use_vllm out"
         )
-    warn_once(
-        f"vLLM completes with exact attention and the model trains with {patterns_of(config)}: TRL weighs tokens by importance "
-        f"sampling; watch sampling/importance_sampling_ratio in the log"
-    )
+    if trainer.args.process_index == 0:
+        warn_once(
+            f"vLLM completes with exact attention, and the model trains with {patterns_of(config)}: TRL weighs tokens by "
+            f"importance sampling; watch sampling/importance_sampling_ratio in the log"
+        )
 
 
 def check_generations(args: Any, rings: int) -> None:
