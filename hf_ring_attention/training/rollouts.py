@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -110,8 +109,9 @@ class SharedRollouts:
         """Returns the tokens of what tools answered; the answers of the first rank count, as tools may answer differently."""
         with self.ring.agreement("the answers of tools") as call:
             call.message = [message["content"] for message in tool_messages]
-            images = [content for content in call.message if not isinstance(content, str)]
-            call.same("images that tools return", digest(pickle.dumps(images)), "get the same: seed what tools draw")
+            parts = [part for content in call.message if not isinstance(content, str) for part in content]
+            images = [part["image"].tobytes() for part in parts if hasattr(part.get("image"), "tobytes")]
+            call.same("images that tools return", digest(images), "get the same: seed what tools draw")
         for message, content in zip(tool_messages, call.answers[0]):
             message["content"] = content  # TRL keeps these messages in the completions.
         return super()._get_tool_suffix_ids(tool_messages)  # type: ignore[misc]
