@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib.util
 import math
 import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,41 @@ PATTERN_HELP = (
 )
 
 
-class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Prints a docstring as it stands, and the defaults that no help names yet."""
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Prints a docstring in 80 columns, with commands that can be pasted, and the defaults that no help names yet."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=26, width=80)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = []
+        for paragraph in text.split("\n\n"):
+            labelled = [re.match(r"([\w' ]+: ) +(.*)", line) for line in paragraph.splitlines()]
+            commands = [
+                f"{found[1].strip()}\n  "
+                + " \\\n      ".join(textwrap.wrap(found[2], width - 8, break_on_hyphens=False))
+                for found in labelled
+                if found is not None
+            ]
+            points = re.split(r"\n(?=\d+\. )", paragraph)
+            filled = [textwrap.fill(x, width, subsequent_indent="   " * (len(points) > 1)) for x in points]
+            paragraphs.append("\n".join(commands or filled))
+        return "\n\n".join(paragraphs)
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        return action.dest.upper() if len(action.dest) < 24 else "VALUE"
+
+    def _metavar_formatter(self, action: argparse.Action, default_metavar: str) -> Any:
+        listed = ",".join(map(str, action.choices or ()))
+        return (
+            super()._metavar_formatter(action, default_metavar) if len(listed) < 40 else lambda size: ("NAME",) * size
+        )
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        """Shows one spelling of an option that has two, with "-" and with "_"."""
+        shown, names = copy.copy(action), action.option_strings
+        shown.option_strings = [name for name in names if "_" not in name or name.replace("_", "-") not in names]
+        return super()._format_action_invocation(shown)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         named = action.default in (None, False, []) or "default" in (action.help or "")

@@ -35,7 +35,7 @@ import common
 import documents
 import perplexity
 import torch
-from arguments import at_least, missing_extra, positive, token_count
+from arguments import Help, at_least, missing_extra, positive, token_count
 from pictures import plot_layer, plot_losses, plot_quality
 
 import hf_ring_attention as ra
@@ -82,7 +82,7 @@ def command(*words: str, **options: Any) -> None:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     add = parser.add_argument
     add("--layer-tokens", type=token_count(1024), default=32768, help="tokens of the row in part 1 (default 32768)")
     add("--tokens", type=token_count(64), default=2048, help="tokens of the text, in parts 2 to 4 (default 2048)")

@@ -28,7 +28,17 @@ import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import GradientAccumulationPlugin, LoggerType, broadcast_object_list, set_seed
-from arguments import PATTERN_HELP, Help, at_least, check_extra, load_pattern, new_file, pattern_source, positive
+from arguments import (
+    PATTERN_HELP,
+    Help,
+    at_least,
+    check_extra,
+    load_pattern,
+    new_file,
+    pattern_source,
+    positive,
+    token_count,
+)
 from batches import Batches
 from torch.autograd.graph import save_on_cpu
 from torch.utils.data import DataLoader, DistributedSampler
@@ -67,6 +77,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--distill", action="store_true", help=distilled)
     add("--checkpointing", action="store_true", help="recompute layers in backward, except their attention")
     add("--offload", action="store_true", help="move to host memory what --checkpointing keeps on the device")
+    sliced = "compute norms and MLPs for so many tokens at a time (ra.sliced_layers); 0: for whole rows (default 0)"
+    add("--layer-tokens-at-once", type=token_count(0), default=0, metavar="N", help=sliced)
     add("--dtype", choices=["no", "bf16", "fp16"], help="mixed precision; default: Accelerate's setting")
     add("--seed", type=at_least(0), default=0)
 
@@ -176,6 +188,8 @@ def load_model(args: argparse.Namespace, ring: ra.Ring) -> Any:
     model = common.load_model(args.model, trust=args.trust_remote_code)
     if args.checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": ra.keep_attention})
+    if args.layer_tokens_at_once:
+        ra.sliced_layers(model, args.layer_tokens_at_once)
     if args.lora:
         model = common.add_lora(model, args.lora)
     return ra.patch_model(model, load_pattern(args.pattern), ring=ring)

@@ -58,7 +58,7 @@ def parse_args(argv=None) -> tuple[Arguments, TrainingArguments]:
     parser = HfArgumentParser(
         (Arguments, TrainingArguments),
         description=__doc__,
-        usage="%(prog)s [--model ID] [--text FILE] [--pattern PATTERN] [--ranks N] [--tokens N] ...; see --help",
+        usage="%(prog)s [option ...]",
         formatter_class=Help,
     )
     args, training = parser.parse_args_into_dataclasses(argv)

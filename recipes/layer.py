@@ -17,7 +17,7 @@ import time
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from arguments import at_least, new_file, pattern_source, token_count
+from arguments import Help, at_least, new_file, pattern_source, token_count
 from bench.timing import held_memory, reset_peak, return_memory_at_once
 
 import hf_ring_attention as ra
@@ -47,7 +47,7 @@ def measure(name: str, ring: ra.Ring, tokens: int, args: argparse.Namespace, dev
 
 
 def parse_args(argv=None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     add = parser.add_argument
     add("--tokens", type=token_count(2), default=32768, help="tokens of the row (default 32768)")
     add("--pattern", type=pattern_source, default="window:512+4", help="timed beside exact (default window:512+4)")

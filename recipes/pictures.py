@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from arguments import Help
 
 import hf_ring_attention as ra
 
@@ -188,7 +189,7 @@ def plot_whole_rows(path: Path, ranks: int = 4) -> None:
 
 def main(words: Sequence[str] | None = None) -> None:
     """Draws the pictures of the guides that come from no other command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("folder", type=Path, help="the folder of whole_rows.png and decoding.png")
     folder = parser.parse_args(words).folder
     plot_whole_rows(folder / "whole_rows.png")

@@ -35,6 +35,7 @@ from arguments import (
     DTYPES,
     OWN,
     PATTERN_HELP,
+    Help,
     at_least,
     check_extra,
     comma_list,
@@ -190,7 +191,7 @@ def plot(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> None:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     common.add_model(parser)
     add, text = parser.add_argument, "text files for needles; default: the topics of Python 3.11's manual"
     add("--text", type=existing_file, nargs="+", action="extend", metavar="FILE", help=text)

@@ -32,7 +32,7 @@ _BUDGETS = {
 
 def add_calibrate(parser: Parser) -> None:
     add, text = parser.add_argument, "Tokens in each row of text (default 4k)."
-    parser.add_model("A causal language model: hub id or folder.", required=True)
+    parser.add_model("A causal language model: hub id, folder, or smollm2-135m.", required=True)
     add("--text", metavar="FILE", type=text_file, nargs="+", action="extend", required=True, help="Texts in UTF-8.")
     add("--budget", metavar="SHARE", type=above_zero(1), default=0.25, help="Share of exact's cost (default 0.25).")
     parser.add_choice("--budget-of", tuple(_BUDGETS), "The cost to count", "flops")
@@ -40,7 +40,7 @@ def add_calibrate(parser: Parser) -> None:
     add("--tokens", metavar="N", type=token_count(2), default="4k", help=text)
     add("--rows", metavar="N", type=at_least(1), default=1, help="Rows from each text, evenly spaced (default 1).")
     text = "A pattern to choose from; repeatable. Default: windows with few and with many sinks, and exact."
-    parser.add_pattern(text, "--menu", action="append")
+    parser.add_pattern(text, "--menu", several=True)
     add("--retrieval", metavar="WEIGHT", type=float, help="Weight of retrieval in the scores; 0 turns it off.")
     add("--refinements", metavar="N", type=at_least(0), default=1, help="Passes that correct the choice (default 1).")
     add("--seed", metavar="N", type=at_least(0, 2**32 - 1), default=0, help="Seed of the random tokens (default 0).")

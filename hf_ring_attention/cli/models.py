@@ -39,9 +39,9 @@ def models_command(args: Namespace) -> None:
     if models and not wrote_json([asdict(model) for model in models], args.json):
         headings = ("type", "status", "ring", "packed rows", "reason")
         print_table("", headings, rows, [newer] if installed != tested else [], left=5)
-    for name in args.types:
-        if name not in by_type:
-            raise Refusal(_not_listed(name, by_type), "TYPE")
+    unknown = [_not_listed(name, by_type) for name in args.types if name not in by_type]
+    if unknown:
+        raise Refusal("; ".join(unknown), "TYPE")
 
 
 def _not_listed(name: str, listed: Iterable[str]) -> str:
@@ -51,5 +51,5 @@ def _not_listed(name: str, listed: Iterable[str]) -> str:
         kind = f"the table lists models that predict the next token, and {name!r} is of another kind"
         return f"{kind}: ra.patch_model(model) accepts or refuses it"
     near = difflib.get_close_matches(name, listed, n=3)
-    hint = f": did you mean {' or '.join(near)}?" if near else "."
-    return f"{name!r} is not a model type of Transformers {release_of_table()}{hint} Types are such as llama, in config.json"
+    hint = f": did you mean {' or '.join(near)}?" if near else ""
+    return f"{name!r} is not a model type of Transformers {release_of_table()}{hint or ', as config.json names them'}"

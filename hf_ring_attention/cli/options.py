@@ -6,6 +6,7 @@ A type reads the text of an option, for argparse, before anything is loaded or s
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import math
 import re
@@ -24,6 +25,10 @@ Value = TypeVar("Value")
 
 #: The most layers, heads, ranks or rows that a command takes; it makes lists of them.
 MOST = 65536
+#: The folders of the recipes in an installed package, and in a checkout.
+RECIPE_FOLDERS = (Path(__file__).parents[1] / "recipes", Path(__file__).parents[2] / "recipes")
+#: A model of 4 bits that the recipes install: SmolLM2-135M-Instruct.
+BUNDLED = "smollm2-135m"
 #: The ends of the names of files that pictures are written to.
 PICTURE_FORMATS = (".png", ".svg", ".pdf")
 #: The packages that some features need: the name to import, and the requirement for pip.
@@ -43,6 +48,12 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         formatter: Any = partial(argparse.RawDescriptionHelpFormatter, max_help_position=26, width=80)
         super().__init__(formatter_class=formatter, allow_abbrev=False, **settings)
+
+    def add_argument(self, *names: Any, **settings: Any) -> Any:
+        """Adds an option or argument; help marks the options that are required."""
+        if settings.get("required"):
+            settings["help"] = f"{settings['help']} Required."
+        return super().add_argument(*names, **settings)
 
     def error(self, message: str) -> Any:
         """Raises a `Refusal` that names the help."""
@@ -69,14 +80,15 @@ class Parser(argparse.ArgumentParser):
 
     def add_pattern(self, text: str, name: str = "--pattern", file: bool = False, **settings: Any) -> None:
         kind = pattern_or_file if file else pattern_text
-        self.add_argument(name, metavar="TEXT", type=kind, help=text, **settings)
+        several = {"nargs": "+", "action": "extend"} if settings.pop("several", False) else {}
+        self.add_argument(name, metavar="TEXT", type=kind, help=text, **several, **settings)
 
     def add_picture(self, name: str, text: str, **settings: Any) -> None:
         self.add_argument(name, metavar="FILE.png", type=picture_file, help=text, **settings)
 
     def add_model(self, text: str, required: bool = False) -> None:
         """Adds --model, and the permission to run its code."""
-        self.add_argument("--model", metavar="ID_OR_FOLDER", required=required, help=text)
+        self.add_argument("--model", metavar="ID_OR_FOLDER", type=model_source, required=required, help=text)
         text = "Run the Python code that comes with the model; read it first."
         self.add_argument("--trust-remote-code", action="store_true", help=text)
 
@@ -167,6 +179,19 @@ def text_for(read: Callable[[str], Any], text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
+
+
+def model_source(text: str) -> str:
+    """Reads a folder or a hub id; `BUNDLED` becomes the folder that the recipes make of its package."""
+    if (Path(text) / "calibration.json").is_file() and not (Path(text) / "config.json").is_file():
+        raise argparse.ArgumentTypeError(f"{text} has no weights: --model MODEL --pattern {text}/calibration.json")
+    if text != BUNDLED or Path(text).exists():
+        return text
+    sys.path.insert(0, str(next(place for place in RECIPE_FOLDERS if (place / "common.py").is_file())))
+    common = importlib.import_module("common")  # of the recipes
+    if why := common.obstacle():
+        raise argparse.ArgumentTypeError(why)
+    return str(common.installed_model())
 
 
 def pattern_text(text: str) -> str:

@@ -19,11 +19,12 @@ USUAL_PATTERNS, USUAL_TOKENS = ["exact", "window:512+4", "pyramid:512,3"], 4096
 
 def add_perplexity(parser: Parser) -> None:
     add = parser.add_argument
-    parser.add_model("A causal language model: hub id or folder.")
+    parser.add_model("A causal language model: hub id, folder, or smollm2-135m.")
     add("--text", metavar="FILE", type=text_file, nargs="+", action="extend", help="Texts in UTF-8.")
     add("words", metavar="MODEL TEXT_FILE ...", nargs="*", help="Short for --model MODEL --text TEXT_FILE ...")
-    text = f"A pattern, a calibration.json, or own (the config's); repeatable (default {' '.join(USUAL_PATTERNS)})."
-    add("--pattern", metavar="TEXT", action="append", type=lambda x: x if x == OWN else pattern_or_file(x), help=text)
+    text = f"A pattern, a calibration.json, or own (the config's); one or several (default {' '.join(USUAL_PATTERNS)})."
+    kind = lambda x: x if x == OWN else pattern_or_file(x)  # noqa: E731
+    add("--pattern", metavar="TEXT", nargs="+", action="extend", type=kind, help=text)
     text = "Tokens in a row: texts are cut into rows of each length, and shorter texts are one row (default 4k)."
     add("--tokens", metavar="N,N,...", type=comma_list(token_count(2)), help=text)
     text = "Read only the first N tokens of each text (default: the largest of --tokens)."
@@ -43,7 +44,7 @@ def perplexity_command(args: Namespace) -> None:
     Examples:
       hf-ring-attention perplexity --model HuggingFaceTB/SmolLM2-135M --text a.txt
       hf-ring-attention perplexity --model ./folder --text *.txt \\
-          --tokens 1k,4k,16k --pattern exact --pattern calibration.json --plot a.png
+          --tokens 1k,4k,16k --pattern exact calibration.json --plot a.png
       hf-ring-attention perplexity --model ./folder --text book.txt --tokens 4k \\
           --stride 512 --text-tokens 64k --json
       torchrun --nproc-per-node 8 -m hf_ring_attention perplexity \\

@@ -26,9 +26,9 @@ def _print_lines(lines: Iterable[str]) -> None:
 
 
 def add_plot_pattern(parser: Parser) -> None:
-    add, text = parser.add_argument, "A pattern such as exact or window:512+4; repeatable."
+    add, text = parser.add_argument, "Patterns such as exact or window:512+4."
     add("words", metavar="PATTERN", nargs="*", help="Short for --pattern PATTERN.")
-    parser.add_pattern(text, action="append")
+    parser.add_pattern(text, several=True)
     parser.add_model("Show the patterns of this model's layers and heads.")
     add("--tokens", metavar="N", type=token_count(), default="4k", help="Tokens in the document (default 4k).")
     add("--heads", metavar="N", type=at_least(1), help="Query heads, without --model (default 8).")

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import shutil
 from argparse import Namespace
-from pathlib import Path
 
-from .options import Parser, Refusal, checked, new_folder
-
-#: The folders of the recipes in an installed package, and in a checkout.
-RECIPE_FOLDERS = (Path(__file__).parents[1] / "recipes", Path(__file__).parents[2] / "recipes")
+from .options import RECIPE_FOLDERS, Parser, Refusal, checked, new_folder
 
 
 def add_recipes(parser: Parser) -> None:
@@ -20,7 +16,8 @@ def add_recipes(parser: Parser) -> None:
 def recipes_command(args: Namespace) -> None:
     """Copy the recipes into a folder of your own, to start from.
 
-    They fine-tune a model with Accelerate or the Trainer, and measure perplexity and retrieval. Nothing is overwritten.
+    finetune, finetune_trainer, retrieval, ask and merge are programs that you change, and no commands. Nothing is
+    overwritten.
 
     Examples:
       hf-ring-attention recipes my_recipes

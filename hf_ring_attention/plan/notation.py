@@ -162,12 +162,13 @@ def _length(text: str) -> int | None:
 
 
 def _number(text: str) -> int:
-    if not re.fullmatch(r"[0-9]+", text.strip()):
+    match = re.fullmatch(r"([0-9]+)([kKmM]?)", text.strip())
+    if match is None:
         raise ValueError(f"a number was expected, got {shown(text)}")
-    digits = text.strip().lstrip("0") or "0"
+    digits = match[1].lstrip("0") or "0"
     if len(digits) > _MOST_DIGITS:
         raise ValueError(f"a number of at most {_MOST_DIGITS} digits was expected, got {len(digits)} digits")
-    return int(digits)
+    return int(digits) * {"": 1, "k": 1024, "m": 1024**2}[match[2].lower()]
 
 
 def shown(text: object) -> str:

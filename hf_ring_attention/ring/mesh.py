@@ -119,7 +119,11 @@ def _wrong_size(size: Any, world_size: int) -> str | None:
             f"one ring, ring_size=1 makes each process its own (data parallel)"
         )
     if not isinstance(size, int) or isinstance(size, bool) or size < 1 or world_size % size:
-        return f"{world_size} processes cannot form rings of {size!r}: use a divisor of {world_size}"
+        started = "one process" if world_size == 1 else f"{world_size} processes"
+        remedy = (
+            f"use a divisor of {world_size}" if world_size > 1 else f"start {size} with torchrun or accelerate launch"
+        )
+        return f"{started} cannot form rings of {size!r}: {remedy}"
     return None
 
 

@@ -1,6 +1,7 @@
 """The command line: its imports, its output, and that an error of the library ends it with one line."""
 
 import gc
+import importlib
 import json
 import random
 import re
@@ -186,6 +187,8 @@ def test_models_say_what_works_and_why_not(command, ended):
         assert status == 2 and message in error
         assert re.search(r"^gpt2 +supported", printed, re.MULTILINE)
     assert "did you mean llama" in error
+    assert all(f"'{name}' is not a model type" in ended("models lama foo")[2] for name in ("lama", "foo"))
+    assert "it has no attention to shard: leave this package out" in " ".join(command("models mamba").split())
 
 
 @pytest.mark.parametrize("words", [["models"], ["--help"]])
@@ -211,6 +214,32 @@ def test_tables_fit_80_columns(gemma, command):
         "models",
     ):
         assert max(map(len, command(words).splitlines())) <= 80, words
+
+
+def test_a_model_is_known_by_its_short_name(tmp_path, gemma, refusal, command, monkeypatch):
+    """Where its package is installed; the recipes make a folder of it."""
+    told = ["it is not installed"]
+    recipe = type("common", (), {"obstacle": lambda: told[0], "installed_model": lambda: gemma})
+    monkeypatch.setitem(sys.modules, "common", recipe)
+    words = "estimate --tokens 1k --model smollm2-135m"
+    assert "argument --model: it is not installed" in refusal(words)
+    told[0] = None
+    assert command(words) == command(f"estimate --tokens 1k --model {gemma}")
+    (tmp_path / "calibrated").mkdir()
+    (tmp_path / "calibrated" / "calibration.json").touch()
+    error = refusal(f"perplexity --model {tmp_path}/calibrated --text {gemma}/config.json")
+    assert f"calibrated has no weights: --model MODEL --pattern {tmp_path}/calibrated/calibration.json" in error
+
+
+def test_an_estimate_ends_with_a_command_that_the_recipe_takes(gemma, command):
+    finetune = importlib.import_module("finetune")
+    words = "--tokens 16k --ranks 4 --batch-size 2 --pattern window:1k+4 --layer-tokens-at-once 4k --offload"
+    printed = command(f"estimate --model {gemma} --parallel zero3 {words}").partition("To train:\n")[2]
+    launched, _, options = " ".join(printed.replace("\\\n", " ").split()).partition(" recipes/finetune.py ")
+    assert launched == "accelerate launch --config_file recipes/accelerate/zero3.yaml --num_processes 4"
+    args = finetune.parse_args(options.split())
+    assert (args.tokens, args.ranks, args.batch_size, args.layer_tokens_at_once) == (16384, 4, 2, 4096)
+    assert (args.pattern, args.checkpointing, args.offload) == ("window:1k+4", True, True)
 
 
 def test_tables_show_every_character_of_every_cell(capsys):

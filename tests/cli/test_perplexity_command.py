@@ -129,7 +129,7 @@ def test_lengths_have_rows_of_their_own(model, command):
     """Over the first --text-tokens of each text, by default as many as the greatest length."""
     checkpoint, tokenizer = loaded(model)
     file, names = str(model / "dog.txt"), ("exact", "window:4+1")
-    words = f"perplexity {model / 'model'} {file} --pattern exact --pattern window:4+1"
+    words = f"perplexity {model / 'model'} {file} --pattern exact window:4+1"
     patterns = {name: ra.Pattern.parse(name) for name in names}
     strided = "--tokens 16,50 --stride 10 --text-tokens 93"
     for options, tokens, stride in (("--tokens 16 50", 50, None), (strided, 93, 10)):

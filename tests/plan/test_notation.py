@@ -34,6 +34,12 @@ def test_texts_and_their_patterns(text, pattern):
     assert str(pattern) == f"{pattern}" == text
 
 
+def test_numbers_may_end_in_k_or_m():
+    """As numbers of tokens do in commands."""
+    assert str(Pattern.parse("window:1k+4")) == "window:1024+4"
+    assert Pattern.parse("longnet:2K/1,1m/8") == Pattern.longnet([2048, 1024**2], [1, 8])
+
+
 def test_a_setting_may_be_written_that_a_shorter_text_implies():
     assert str(Pattern.parse("longnet:64/1,256/4@once")) == "branches:segment=64,segment=256/4"
 

@@ -134,3 +134,4 @@ def test_recipes_explain_themselves_without_extras(tmp_path):
         assert default in " ".join(done.stdout.split())
     for recipe in recipes:
         assert f"python recipes/{recipe}.py" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80

@@ -258,7 +258,7 @@ def test_a_loss_that_is_not_finite_is_told_on_all_processes_together(world_size,
 
 
 REFUSED = {
-    "2 processes cannot form rings of 3": {"ring_size": 3},
+    "2 processes cannot form rings of 3: use a divisor of 2": {"ring_size": 3},
     "neftune_noise_alpha does not work over a ring": {"neftune_noise_alpha": 5},
     "attn_pdrop=0.1": {"model": GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=97))},
 }

@@ -92,7 +92,7 @@ def _why_no_triton() -> str | None:
     try:
         import triton  # noqa: F401
     except (ImportError, AttributeError, OSError) as error:  # as of a broken installation
-        return f"Triton cannot be imported ({error}): pip install 'hf-ring-attention[triton]'"
+        return f"Triton cannot be imported ({error}): pip install triton, which needs a GPU"
     return None
 
 

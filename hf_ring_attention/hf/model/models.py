@@ -26,7 +26,7 @@ class ModelSupport:
     Example:
         >>> mamba = next(model for model in ra.supported_models() if model.model_type == "mamba")
         >>> print(mamba.status, mamba.reason)
-        refused MambaForCausalLM: all its layers are recurrent: it has no attention to shard: use 'sdpa' or 'eager'
+        refused MambaForCausalLM: all its layers are recurrent: it has no attention to shard: leave this package out
     """
 
     model_type: str

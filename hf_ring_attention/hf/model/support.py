@@ -50,7 +50,8 @@ def check_config(config: PretrainedConfig, name: str | None = None) -> None:
     layer_types = tuple(getattr(config, "layer_types", None) or ())
     model_class, name = _model_class(config), name or class_name(config)
     if config.model_type in BEYOND_THE_INTERFACE:
-        raise NotImplementedError(f"{name}: {BEYOND_THE_INTERFACE[config.model_type]}: {_INSTEAD}")
+        why = BEYOND_THE_INTERFACE[config.model_type]
+        raise NotImplementedError(f"{name}: {why}: {'leave this package out' if 'no attention' in why else _INSTEAD}")
     if model_class is not None and config.get_text_config() is config:  # Elsewhere, the text model is checked.
         _check_class(model_class, name)
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
