@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,10 +17,11 @@ from ..compute.private import (
     checkpointing_of,
     draft_layers,
     has_unexpected_name,
+    implementation_of,
     set_checkpointing,
     set_implementation,
 )
-from ..hf.forward_pass import pass_of_decoder, running_with
+from ..hf.forward_pass import CALL, pass_of_decoder, running_with
 from ..hf.loss.lm_loss import IGNORED, next_labels
 from ..hf.loss.on_use import OnUse
 from ..hf.loss.output_layer import wrap_head
@@ -40,22 +42,24 @@ def mtp_loss(model: Model, weight: float = 0.1, depths: int | None = None) -> Mo
     The layer of depth k, from 0, gets the last hidden state of token t, or that of the layer before, beside the embedding of
     token t + k + 1, and predicts token t + k + 2 of the same document by the model's head (DeepSeek-V3, arXiv 2412.19437).
     Transformers drafts with these layers (`generate(use_mtp=True)`), but neither trains nor saves them. They attend as they do
-    there: by a pattern of all layers, and exactly if patterns differ by layer.
+    there: by a pattern of all layers, and exactly if patterns differ by layer. Their logits are the head's alone, without a
+    scale or a cap that the model applies behind it. `ra.estimate` does not count them.
 
     Args:
         model: a patched causal model of Transformers, or a wrapper of one, before its optimizer is made.
-        weight: how much the mean of the losses of all depths counts; `outputs.mtp_losses` [depths] has them. With 0 the layers
-            are kept and saved, and do not learn.
+        weight: how much the mean of the losses of all depths counts; `outputs.mtp_losses` [depths] has them, each divided by
+            `num_items_in_batch` as the model's own. With 0 the layers are frozen, and saved.
         depths: the number of new layers, with random weights; None loads the layers of the model's checkpoint.
 
     Returns:
-        The model. `save_pretrained` and Trainer save the layers where Transformers finds them: as `model.layers.61` of a
-        DeepSeek-V3, behind its 61 layers, or as `mtp.layers.0`.
+        The model. `save_pretrained` and Trainer save the layers behind those of the decoder, as `model.layers.61` of a
+        DeepSeek-V3, or as `mtp`. Transformers finds those that the model's class names, and this function all.
 
     Raises:
-        ValueError: no causal model, one that is not patched, or one with such layers; or in a call, no `input_ids`.
-        NotImplementedError: layers that choose keys or pass states, a model that keeps its own attention; or in a call, images,
-            or a Trainer of TRL, which computes its own loss.
+        ValueError: no causal model, one that is not patched, has such layers, or has adapters of PEFT, which would not save
+            them: call it before PEFT, with `modules_to_save=["mtp"]`; or in a call, no `input_ids`.
+        NotImplementedError: layers that choose keys or pass states; a model that keeps its own attention, or for which
+            Transformers makes no such layers; or in a call, images, rows that a loader has cut, or a loss that others compute.
 
     Example:
         >>> model, ids = ra.mtp_loss(ra.patch_model(tiny_llama()), depths=2), torch.arange(1, 33)[None]
@@ -67,16 +71,18 @@ def mtp_loss(model: Model, weight: float = 0.1, depths: int | None = None) -> Mo
     name, config, runner = type(inner).__name__, inner.config.get_text_config(), runner_of(inner)
     if inner.get_output_embeddings() is None or not attachment_of(inner).number or hasattr(inner, "mtp"):
         raise ValueError(f"mtp_loss takes a causal model once, after ra.patch_model(model), got {name}")
-    if not hasattr(inner.get_decoder(), "layers"):
-        raise NotImplementedError(f"mtp_loss: Transformers makes no layers that draft tokens for {name}")
-    last = inner.get_decoder().layers[-1]
-    if depths is not None:
-        check_count("mtp_loss", "depths", depths)
-        config.num_mtp_layers = depths
-        for kind in ("layer_types", "mlp_layer_types"):
-            if getattr(config, kind, None) and getattr(config, f"mtp_{kind}", None) is None:
-                setattr(config, f"mtp_{kind}", [getattr(config, kind)[-1]] * depths)
-    mtp = draft_layers(inner, depths, [re.escape(name) for name in _names(inner)[1]])
+    if getattr(model, "peft_config", None):
+        raise ValueError(
+            "mtp_loss: PEFT saves no layers that it does not know: call it first, with modules_to_save=['mtp']"
+        )
+    if not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
+        raise ValueError(f"mtp_loss: weight must be a number of at least 0, got {weight!r}")
+    mtp = _layers_for(inner, config, depths)
+    last, first = inner.get_decoder().layers[-1], next(iter(_names(inner)[0].values()))
+    if not has_unexpected_name(inner, f"{first}{'layers.0.' * ('layers' not in first)}enorm.weight"):
+        warn_once(
+            f"Transformers' own generate(use_mtp=True) does not find the layers of {name}: ra.mtp_loss(model) does"
+        )
     others = mixers_of(mtp.layers, mtp.config) or modules_with_choices(mtp)
     if others or attachment_of(runner).own_attention or hasattr(inner.get_input_embeddings(), "embed_norm"):
         raise NotImplementedError(
@@ -86,13 +92,45 @@ def mtp_loss(model: Model, weight: float = 0.1, depths: int | None = None) -> Mo
     for layer in mtp.layers:
         layer.mtp_block.gradient_checkpointing = getattr(last, "gradient_checkpointing", False)
         set_checkpointing(layer.mtp_block, checkpointing_of(last))
-    inner.mtp = _Heads(mtp, weight).to(next(last.parameters()).device, inner.dtype).train(inner.training)
+        for path, x in layer.named_parameters():  # Some models keep routers in float32.
+            like = dict(last.named_parameters()).get(path.removeprefix("mtp_block."))
+            x.data = x.data.to(next(last.parameters()).device, inner.dtype if like is None else like.dtype)
+    inner.mtp = _Heads(mtp, weight).to(next(last.parameters()).device).train(inner.training)
+    inner.mtp.requires_grad_(weight != 0)
     inner.save_pretrained = partial(_save_with_heads, inner)
     inner.register_load_state_dict_pre_hook(_to_own_names)
     inner.register_forward_pre_hook(_keep_batch, prepend=True, with_kwargs=True)
     inner.register_forward_hook(_add_losses, with_kwargs=True, always_call=True)
     runner.register_forward_hook(partial(_predict, inner), prepend=True, with_kwargs=True)
     return model
+
+
+def _layers_for(inner: Any, config: Any, depths: int | None) -> Any:
+    """Returns `depths` new layers, or those of the checkpoint."""
+    name, before = type(inner).__name__, dict(vars(config))
+    try:
+        if depths is not None:
+            check_count("mtp_loss", "depths", depths)
+            config.num_mtp_layers = depths
+            for kind in ("layer_types", "mlp_layer_types"):
+                if types := getattr(config, kind, None):
+                    given = [*(getattr(config, f"mtp_{kind}", None) or ())]
+                    setattr(config, f"mtp_{kind}", (given + (given or types)[-1:] * depths)[:depths])
+        numbers = re.findall(r"layers\.(\d+)\.enorm", " ".join(_names(inner)[1]))
+        places = [rf"(^|\.)layers\.{number}\." for number in numbers] or [
+            re.escape(place) for place in _names(inner)[1]
+        ]
+        return draft_layers(inner, depths, places)
+    except (AttributeError, IndexError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+        vars(config).clear()
+        vars(config).update(before)
+        if depths is None:
+            raise ValueError(
+                f"mtp_loss: no layers are loaded for {name} ({error}): pass depths=1 for new ones"
+            ) from error
+        if isinstance(error, ValueError):
+            raise
+        raise NotImplementedError(f"mtp_loss: Transformers makes no such layers for {name} ({error})") from error
 
 
 class _Heads(nn.Module):
@@ -109,15 +147,26 @@ class _Heads(nn.Module):
 def _keep_batch(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Keeps the whole rows of a call that trains."""
     batch, learns = by_name(model, args, kwargs), bool(model.training and model.mtp.weight)
-    trains = learns and any(batch.get(name) is not None for name in ("labels", "shift_labels"))
+    trains = learns and batch.get("labels") is not None
     if trains and batch.get("input_ids") is None:
         raise ValueError("mtp_loss embeds later tokens, and got no input_ids: pass them, and no inputs_embeds")
-    if trains and batch.get("fused_lm_head"):
+    if trains and (batch.get("fused_lm_head") or getattr(batch.get(CALL), "of_slice", None) is not None):
         raise NotImplementedError(
-            "Trainers of TRL compute a loss of their own, and would leave mtp_loss out: use Transformers' Trainer, or weight=0"
+            "TRL and distillation compute a loss of their own, and would leave mtp_loss out: use Transformers' Trainer, or "
+            "weight=0"
         )
-    if learns and not trains and torch.is_grad_enabled():
-        warn_once(f"{type(model).__name__} was called without labels, so the layers of mtp_loss learn nothing")
+    if trains and any(
+        x is not None and re.match("pixel|image|video|audio|input_feat", key) for key, x in batch.items()
+    ):
+        raise NotImplementedError("mtp_loss takes rows of text, and got images or sound")
+    frozen = not any(x.requires_grad for x in model.mtp.parameters())
+    if learns and torch.is_grad_enabled() and (frozen or not trains):
+        why = (
+            "has frozen layers of mtp_loss (with PEFT: modules_to_save=['mtp'])"
+            if frozen
+            else "was called without labels"
+        )
+        warn_once(f"{type(model).__name__} {why}: these layers learn nothing")
     vars(model.mtp).update(batch=batch if trains else None, losses=None)
 
 
@@ -127,13 +176,15 @@ def _predict(model: Any, runner: Any, args: tuple[Any, ...], kwargs: dict[str, A
     mtp, batch, ring = heads.mtp, heads.batch, attachment_of(runner).ring
     if batch is None:
         return
-    if now is None or now.rows is None:
+    if now is None or now.rows is None or now.call.rows is not None:
+        raise NotImplementedError("mtp_loss takes no graphs, caches or rows that a loader has cut: leave them out")
+    if implementation_of(runner.config) != IMPLEMENTATION:
         raise NotImplementedError(
-            "mtp_loss computes no graphs and no caches: leave torch.compile and use_cache=True out"
+            f"mtp_loss needs ring_dilated, got {implementation_of(runner.config)!r}: ra.patch_model(model)"
         )
     rows = replace(rows_of_call(runner, batch["input_ids"], batch, divided=True), layout=now.layout)
-    positions = kwargs.get("position_ids")
-    positions = whole_positions(runner, rows, batch) if positions is None else positions
+    whole = whole_positions(runner, rows, batch)
+    positions = whole if kwargs.get("position_ids") is None else kwargs["position_ids"]
     if positions.dim() != 2:
         raise NotImplementedError("mtp_loss takes rows of text, and got positions of images")
     embed, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -146,17 +197,22 @@ def _predict(model: Any, runner: Any, args: tuple[Any, ...], kwargs: dict[str, A
     inside = replace(now, runner=mtp, patterns=patterns_of(mtp.config), rows=rows, skipped=skipped, tokens=[])
     losses = []
     ids, documents, labels = batch["input_ids"], rows.numbers.to(output[0].device), next_labels(batch)
-    items = {name: x for name, x in batch.items() if name == "num_items_in_batch" and x is not None}
+    counted = {name: batch[name] for name in ("num_items_in_batch", "ignore_index") if batch.get(name) is not None}
+    counted["vocab_size"], ignored = model.config.get_text_config().vocab_size, counted.get("ignore_index", IGNORED)
     hidden, origin = output[0], Origin(type(model).__name__, rows, now.ring)
     for depth in range(len(heads.layers)):
         later = _later(ids, depth + 1, 0)
         embedded = embed(later if rows.layout is None else now.ring.shard(later, rows.layout))
-        with running_with(forward_pass=inside):
+        # RoPE that depends on the length of a document asks for positions.
+        with running_with(forward_pass=replace(inside, rows=replace(rows, positions=whole + depth + 1))):
             hidden = mtp.forward_layer(depth, hidden, positions + depth + 1, None, inputs_embeds=embedded)
         logits = head(hidden if ring is None else OnUse.of_hidden(hidden, origin))
         beyond = (documents == 0) | (documents != _later(documents, depth + 2, 0))
-        following = _later(labels.to(beyond.device), depth + 1, IGNORED).masked_fill(beyond, IGNORED)
-        losses.append(model.loss_function(logits, None, mtp.config.vocab_size, shift_labels=following, **items))
+        following = _later(labels.to(beyond.device), depth + 1, ignored).masked_fill(beyond, ignored)
+        if bool((following == ignored).all()):  # A mean of none would be NaN.
+            losses.append(hidden.sum().float() * 0)
+        else:
+            losses.append(model.loss_function(logits, None, shift_labels=following, **counted))
     heads.losses = torch.stack(losses)
     now.tokens += inside.tokens  # Backward may recompute the layers.
 

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from transformers import (
     AutoModelForCausalLM,
@@ -148,6 +149,36 @@ def test_patterns_by_layer_leave_them_exact():
     assert distance(step(by_layer, batch)[1], step(exact, batch)[1]) <= 1e-6
 
 
+def test_rows_without_a_token_to_predict_have_a_loss_of_zero():
+    """As the mean over tokens, and not NaN."""
+    model, short = made("llama"), ids()[:, :3]
+    out = model(short, labels=short)
+    assert out.mtp_losses[0] > 0 and out.mtp_losses[1] == 0 and torch.isfinite(out.loss)
+    out.loss.backward()
+
+
+def test_labels_are_ignored_by_another_number():
+    batch, _ = batches()["padded"]
+    losses = made("llama")(**batch).mtp_losses
+    other = batch["labels"].masked_fill(batch["labels"] == -100, 0)
+    assert distance(made("llama")(**{**batch, "labels": other, "ignore_index": 0}).mtp_losses, losses) <= 1e-5
+
+
+def test_rope_that_depends_on_the_length_of_a_document(in_float64):
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    changes = {"rope_parameters": rope, "max_position_embeddings": 8}
+    batch, _ = batches()["packed"]
+    expected, models = step(made("llama", **changes), batch), [made("llama", **changes) for _ in range(2)]
+    for _, losses, _ in ra.run_simulated(lambda ring: step(ra.patch_model(models[ring.rank], ring=ring), batch), 2):
+        assert distance(losses, expected[1]) <= 1e-5
+
+
+def test_layers_that_do_not_learn_are_frozen():
+    model = ra.mtp_loss(ra.patch_model(tiny_llama(None)), 0, 1)
+    assert not any(x.requires_grad for x in model.mtp.parameters())
+    assert not hasattr(model.train()(ids(), labels=ids()), "mtp_losses")
+
+
 # ---- programs
 
 
@@ -217,6 +248,17 @@ def test_transformers_drafts_with_saved_layers(model_type, depths, changes, name
     assert torch.equal(greedy(use_mtp=True), greedy())
 
 
+@pytest.mark.parametrize("model_type", ["step3p7", "youtu"])
+def test_saved_layers_are_loaded_under_other_names(model_type, tmp_path):
+    """Transformers changes names when it saves; and it finds no such layers of some types."""
+    model = made(model_type)
+    model.save_pretrained(tmp_path)
+    loaded = dict(
+        ra.mtp_loss(ra.patch_model(type(model).from_pretrained(tmp_path, dtype="auto"))).mtp.named_parameters()
+    )
+    assert all(torch.equal(x, loaded[name]) for name, x in model.mtp.named_parameters())
+
+
 def passes(folder, **ways):
     """How often a saved model runs to generate 40 tokens."""
     model, counted = ra.patch_model(AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()), []
@@ -247,11 +289,22 @@ def test_training_makes_drafts_right(tmp_path):
 
 def test_what_is_refused(caplog):
     model, x = tiny_llama(None), ids()
+    adapted = get_peft_model(ra.patch_model(tiny_llama(None)), LoraConfig(target_modules=["q_proj"]))
+    switched = ra.mtp_loss(ra.patch_model(tiny_llama(None)), depths=1)
+    switched.set_attn_implementation("sdpa")
     states = tiny_model("kimi_linear", "eager", mtp_layer_types=["linear_attention"])
     refusals = [
         (lambda: ra.mtp_loss(tiny_model("llama", "eager"), depths=1), ValueError, "after ra.patch_model"),
         (lambda: ra.mtp_loss(model.model, depths=1), ValueError, "takes a causal model"),
-        (lambda: ra.mtp_loss(ra.patch_model(tiny_model("gpt2", "eager")), depths=1), NotImplementedError, "no layers"),
+        (
+            lambda: ra.mtp_loss(ra.patch_model(tiny_model("phi", "eager")), depths=1),
+            NotImplementedError,
+            "no such layers",
+        ),
+        (lambda: ra.mtp_loss(ra.patch_model(tiny_llama(None))), ValueError, "pass depths=1 for new ones"),
+        (lambda: ra.mtp_loss(ra.patch_model(tiny_llama(None)), "0.1", 1), ValueError, "weight must be a number"),
+        (lambda: ra.mtp_loss(adapted, depths=1), ValueError, r"call it first, with modules_to_save=\['mtp'\]"),
+        (lambda: switched.train()(x, labels=x), NotImplementedError, "needs ring_dilated, got 'sdpa'"),
         (lambda: ra.mtp_loss(ra.mtp_loss(model, depths=1), depths=1), ValueError, "takes a causal model once"),
         (lambda: ra.mtp_loss(ra.patch_model(tiny_llama(None)), depths=0), ValueError, "depths"),
         (
@@ -260,7 +313,8 @@ def test_what_is_refused(caplog):
             "pass states",
         ),
         (lambda: model.train()(inputs_embeds=model.model.embed_tokens(x), labels=x), ValueError, "no input_ids"),
-        (lambda: model.train()(x, labels=x, fused_lm_head=True), NotImplementedError, "Trainers of TRL"),
+        (lambda: model.train()(x, labels=x, pixel_values=x), NotImplementedError, "images or sound"),
+        (lambda: model.train()(x, labels=x, fused_lm_head=True), NotImplementedError, "TRL and distillation compute"),
         (lambda: model.train()(x, labels=x, **cache_argument(DynamicCache())), NotImplementedError, "no caches"),
     ]
     ra.patch_model(model)
@@ -268,5 +322,8 @@ def test_what_is_refused(caplog):
     for call, kind, text in refusals:
         with pytest.raises(kind, match=text):
             call()
-    model.train()(x)
-    assert "learn nothing" in caplog.text
+    assert model.train()(x, shift_labels=x).loss is None
+    assert "was called without labels: these layers learn nothing" in caplog.text
+    model.mtp.requires_grad_(False)
+    model(x, labels=x)
+    assert "has frozen layers of mtp_loss (with PEFT: modules_to_save=['mtp']): these" in caplog.text
