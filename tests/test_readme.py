@@ -65,7 +65,8 @@ def without_blocks(page):
 
 
 FIRST, QUICK_START, PREAMBLE, TRAINER, TRL, ACCELERATE, SAVE = blocks(README, "python")
-(PREFERENCES,) = blocks(ROOT / "recipes" / "guide" / "training.md", "python")
+PREFERENCES, LONGER = blocks(ROOT / "recipes" / "guide" / "training.md", "python")
+CHAT, RENDERED, QUESTIONS = blocks(ROOT / "recipes" / "guide" / "serving.md", "python")
 #: The model of the quick start, whose output is compared with the page: the tests have the copy of the demo.
 REAL_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 #: The tests add this to a snippet, to see its model at the end.
@@ -77,6 +78,8 @@ PROGRAMS = {
     "trl": PREAMBLE + TRL + TELL,
     "accelerate": PREAMBLE + ACCELERATE + TELL,
     "preferences": PREFERENCES + TELL,
+    "longer": LONGER,
+    "chat": CHAT + RENDERED + QUESTIONS,
 }
 
 
@@ -148,6 +151,15 @@ def test_the_quick_start_prints_what_the_page_says(tmp_path, monkeypatch, proces
     monkeypatch.chdir(tmp_path)
     (expected,) = blocks(README, "text")
     assert run_snippet("quick_start.py", processes) == expected
+
+
+def test_the_guides_programs_print_what_they_measure(printed):
+    """Two processes without a ring print the same; the tiny model's tokens are letters."""
+    assert len(printed["first"].splitlines()) == 2
+    lengths = re.findall(r"(\d+) tokens: perplexity \d+\.\d", printed["longer"])
+    assert sorted(lengths) == ["1024", "1024", "2048", "2048"]
+    sizes = re.findall(r"(\d+) tokens so far, (\d+) KiB in the cache", printed["chat"])
+    assert len(sizes) == 6 and all(int(tokens) > 20 and int(size) > 0 for tokens, size in sizes)
 
 
 @pytest.mark.parametrize("way", ["trainer", "trl", "accelerate", "preferences"])

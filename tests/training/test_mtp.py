@@ -315,7 +315,11 @@ def test_what_is_refused(caplog):
         (lambda: model.train()(inputs_embeds=model.model.embed_tokens(x), labels=x), ValueError, "no input_ids"),
         (lambda: model.train()(x, labels=x, pixel_values=x), NotImplementedError, "images or sound"),
         (lambda: model.train()(x, labels=x, fused_lm_head=True), NotImplementedError, "TRL and distillation compute"),
-        (lambda: model.train()(x, labels=x, **cache_argument(DynamicCache())), NotImplementedError, "no graphs, caches"),
+        (
+            lambda: model.train()(x, labels=x, **cache_argument(DynamicCache())),
+            NotImplementedError,
+            "no graphs, caches",
+        ),
     ]
     ra.patch_model(model)
     warn_once.cache_clear()
