@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from hf_ring_attention import hf
+from hf_ring_attention.hf.model.types import INDEXED, OWN_ATTENTION
 from tests.support.adapters import KINDS, survey_adapter
 from tests.support.probe import survey
 from tests.support.tiny_models import CAUSAL_TYPES, SEEING_TYPES
@@ -31,20 +32,42 @@ again. A type that is not listed here may still be supported: `ra.patch_model` l
 """
 
 
-#: Families of this year by the names that people know, and their types.
+#: Families by the names of their checkpoints, newest first, and the types of their text models.
 _NAMES = {
-    "GLM-5.3": "glm5_next",
-    "GLM-5": "glm_moe_dsa",
-    "DeepSeek-V3.2": "deepseek_v32",
-    "DeepSeek-V4": "deepseek_v4",
-    "Mistral Large 4": "mistral_large4",
-    "Hunyuan V4": "hy_v4",
-    "Hunyuan V4, which sees": "hy_v4_vl",
-    "Dots3": "dots3_note",
-    "A.X K2": "axk2",
-    "MiniMax-M3 (its text model)": "minimax_m3_vl_text",
-    "Qwen4-Exp": "qwen4_exp",
+    "zai-org/GLM-5.3-Flash": "glm5_next",
+    "Qwen/Qwen4-Exp": "qwen4_exp",
+    "mistralai/Mistral-Large-4-1T-A52B": "mistral_large4",
+    "tencent/Hy4-preview": "hy_v4",
+    "tencent/Hy4": "hy_v4_vl",
+    "dots-studio/dots3-note-prev": "dots3_note",
+    "MiniMaxAI/MiniMax-M3": "minimax_m3_vl_text",
+    "skt/A.X-K2": "axk2",
+    "deepseek-ai/DeepSeek-V4-Flash-Base": "deepseek_v4",
+    "inclusionAI/Ling-3.0-Flash": "bailing_hybrid",
+    "JetBrains/Mellum2-12B-A2.5B-Base": "mellum",
+    "zai-org/GLM-5": "glm_moe_dsa",
+    "google/gemma-4-e2b-it": "gemma4_text",
+    "Qwen/Qwen3.5-27B": "qwen3_5_text",
+    "Qwen/Qwen3.5-35B-A3B": "qwen3_5_moe_text",
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "nemotron_h",
+    "mistralai/Ministral-3-8B-Base-2512": "ministral3",
+    "deepseek-ai/DeepSeek-V3.2-Exp": "deepseek_v32",
+    "moonshotai/Kimi-Linear-48B-A3B-Instruct": "kimi_linear",
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": "qwen3_next",
+    "openai/gpt-oss-20b": "gpt_oss",
+    "zai-org/GLM-4.5": "glm4_moe",
+    "HuggingFaceTB/SmolLM3-3B": "smollm3",
+    "Qwen/Qwen3-8B": "qwen3",
+    "meta-llama/Llama-3.1-8B": "llama",
 }
+_OF_NAMES = """\
+## By name
+
+"Patterns" says whether `ra.patch_model(model, "window:512+4")` computes them; the others choose their keys at run time, or keep
+their own attention, and take `ra.patch_model(model)`. `hf-ring-attention explain --model NAME` shows what a ring does.
+
+| checkpoint | type | one device | ring | packed | patterns |
+|---|---|---|---|---|---|"""
 
 
 #: The layers that a reason lists, such as "layers 0 and 2 are 'conv', which".
@@ -95,21 +118,25 @@ def models_page(models, release):
     """Returns the text of hf/MODELS.md, of the models of a release of Transformers."""
     supported = [model for model in models if model.status == "supported"]
     by_type = {model.model_type: model for model in models}
-    names = [
-        f"| {name} | `{x}` | {by_type[x].status} | {'yes' if by_type[x].ring else 'no'} |" for name, x in _NAMES.items()
-    ]
-    of_names = ["## By name", "", "| model | type | | ring |", "|---|---|---|---|", *names, ""]
+    yes = {True: "yes", False: "no"}
+    names = []
+    for name, kind in _NAMES.items():
+        of_text = {kind, f"{kind}_text", kind.removesuffix("_vl")}
+        model, own = by_type[kind], bool(of_text & {*INDEXED, *OWN_ATTENTION})
+        cells = yes[model.status == "supported"], yes[model.ring], yes[model.packed], yes[not own]
+        names.append(f"| {name} | `{kind}` | {' | '.join(cells)} |")
     lines = [
         _HEAD,
         counts(models, release),
         "",
-        *of_names,
+        _OF_NAMES,
+        *names,
+        "",
         "## Supported",
         "",
         "| type | ring | packed |",
         "|---|---|---|",
     ]
-    yes = {True: "yes", False: "no"}
     lines += [f"| `{model.model_type}` | {yes[model.ring]} | {yes[model.packed]} |" for model in supported]
     for title, chosen in (
         ("Supported on one device, not over a ring", supported),
