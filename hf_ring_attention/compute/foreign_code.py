@@ -6,21 +6,10 @@ import dis
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from types import CodeType, FrameType, FunctionType
+from types import FunctionType
 from typing import Any
 
-
-def code_of(function: Any) -> CodeType | None:
-    """Returns the code of a function without its decorators; None for other callables."""
-    return getattr(inspect.unwrap(function), "__code__", None)
-
-
-def is_running(frame: FrameType) -> bool:
-    """Returns whether a frame is among those that called this function."""
-    now = inspect.currentframe()
-    while now is not None and now is not frame:
-        now = now.f_back
-    return now is frame
+from .private import code_of
 
 
 def names_in(function: Callable[..., Any]) -> tuple[str, ...]:

@@ -14,15 +14,13 @@ from datetime import timedelta
 from functools import partial
 from importlib.metadata import version as installed_version
 from pkgutil import resolve_name
-from types import FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-from .foreign_code import code_of
 
 _HOOKS_BEFORE = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 _HOOKS_OF_GRADIENTS = ("_backward_hooks", "_backward_pre_hooks")
@@ -111,6 +109,11 @@ def check(library: str, found: Mapping[str, Any] | None = None) -> None:
         )
 
 
+def code_of(function: Any) -> CodeType | None:
+    """Returns the code of a function without its decorators; None for other callables."""
+    return getattr(inspect.unwrap(function), "__code__", None)
+
+
 def version_of(x: Tensor) -> int:
     """Returns how often a tensor was written to; 0 for an inference tensor, which lacks ._version."""
     return 0 if x.is_inference() else x._version
@@ -133,6 +136,14 @@ def calling_frame(module: nn.Module) -> FrameType | None:
     while frame is not None and not (frame.f_code is code and frame.f_locals.get("self") is module):
         frame = frame.f_back
     return frame
+
+
+def is_running(frame: FrameType) -> bool:
+    """Returns whether a frame is among those that called this function."""
+    now = inspect.currentframe()
+    while now is not None and now is not frame:
+        now = now.f_back
+    return now is frame
 
 
 def remove_hooks(module: nn.Module, unwanted: Callable[[Any], bool]) -> None:
@@ -361,17 +372,6 @@ def draft_layers(model: Any, count: int | None, names: list[str]) -> Any:
 def has_unexpected_name(model: Any, name: str) -> bool:
     """Returns whether a model's class leaves a weight of this name out when it loads a checkpoint."""
     return any(re.search(pattern, name) for pattern in type(model)._keys_to_ignore_on_load_unexpected or ())
-
-
-def check_trl(trainer_class: Any) -> None:
-    """Raises ImportError if a Trainer of TRL lacks a private name that `training/trainer.py` overrides."""
-    # Its subclasses may have its name, also those of trl.experimental.
-    kinds = {
-        f"trl.{kind.__name__}": kind for kind in trainer_class.__mro__ if kind.__module__.startswith("trl.trainer.")
-    }
-    for name in kinds.keys() & PROBED.keys():
-        (place,) = PROBED[name]
-        check(name, {place: kinds[name].__init__ if place.endswith("__init__") else kinds[name]})
 
 
 check("torch")

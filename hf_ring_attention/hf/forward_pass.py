@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..compute.foreign_code import is_running
-from ..compute.private import attentions_are_collected
+from ..compute.private import attentions_are_collected, is_running
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents
 from ..ring.planned import outside

@@ -42,7 +42,7 @@ from .model.config import (
     warn_of_unused_pattern,
     warn_once,
 )
-from .model.support import check_model, why_own_attention
+from .model.support import attention_dropout, check_model, why_own_attention
 from .model.types import INDEXED
 from .model.wrappers import (
     ATTACHMENT,
@@ -178,6 +178,11 @@ def patch_model(
         check_model(inner, sharded, checked_mixers(inner))
     if ring is not None:
         check_ring(inner, ring)
+    if own_attention is None and (dropout := attention_dropout(config)) is not None:
+        warn_once(
+            f"{type(inner).__name__} has attention dropout ({dropout}), so a step of training is refused: set it to 0 in the "
+            f"config before the model is made"
+        )
     kernel_name = _kernel_of(inner, ring, kernel)
     if own_attention is not None:
         _keep_attention(inner, pattern, own_attention)

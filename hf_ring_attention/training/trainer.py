@@ -22,8 +22,9 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import seed_worker
 
 from ..compute.foreign_code import globals_called, rebound
-from ..compute.private import check, check_trl, checkpoint_options, checkpointing_of, set_checkpointing
+from ..compute.private import PROBED, check, checkpoint_options, checkpointing_of, set_checkpointing
 from ..hf.model.config import settings_of, use_settings, warn_once
+from ..hf.model.support import attention_dropout
 from ..hf.model.wrappers import unwrapped
 from ..hf.patch import patch_model
 from ..ring.mesh import without_cp
@@ -279,15 +280,25 @@ def _keep_attention_in(model: nn.Module) -> str | None:
     return reason
 
 
+def check_trl(trainer_class: Any) -> None:
+    """Raises ImportError if a Trainer of TRL lacks a private name that `training/trainer.py` overrides."""
+    # Its subclasses may have its name, also those of trl.experimental.
+    kinds = {
+        f"trl.{kind.__name__}": kind for kind in trainer_class.__mro__ if kind.__module__.startswith("trl.trainer.")
+    }
+    for name in kinds.keys() & PROBED.keys():
+        (place,) = PROBED[name]
+        check(name, {place: kinds[name].__init__ if place.endswith("__init__") else kinds[name]})
+
+
 def _check_settings(trainer: Any) -> None:
     """Raises ValueError for a Trainer whose settings mean something else over rings."""
     args, ring_size, model = trainer.args, trainer.ring.world_size, unwrapped(trainer.model)
-    for name, value in vars(model.config.get_text_config()).items():
-        if "drop" in name and "att" in name and isinstance(value, float) and value > 0:
-            raise ValueError(
-                f"{type(model).__name__} has attention dropout ({name}={value}), and ring_dilated has none: set it to 0 in the "
-                f"config before the model is made"
-            )
+    if (dropout := attention_dropout(model.config.get_text_config())) is not None:
+        raise ValueError(
+            f"{type(model).__name__} has attention dropout ({dropout}), and ring_dilated has none: set it to 0 in the config "
+            f"before the model is made"
+        )
     cp_size = getattr(args.parallelism_config, "cp_size", 1)
     if cp_size not in (1, ring_size):
         raise ValueError(

@@ -13,6 +13,7 @@ import trl
 
 import hf_ring_attention
 from hf_ring_attention.compute import private
+from hf_ring_attention.training.trainer import check_trl
 from tests.support.patches import replaced
 
 FOLDER = Path(hf_ring_attention.__file__).parent
@@ -58,7 +59,7 @@ def test_all_names_are_in_these_releases():
 @pytest.mark.parametrize("name", ["DPOTrainer", "KTOTrainer"])
 def test_a_trainer_may_have_the_name_of_its_class_in_trl(name):
     """As Trainers of trl.experimental do; names are looked for where they are used."""
-    private.check_trl(type(name, (getattr(trl, name),), {"__init__": lambda self: None}))
+    check_trl(type(name, (getattr(trl, name),), {"__init__": lambda self: None}))
 
 
 @pytest.mark.parametrize(("library", "place", "name"), NAMES)

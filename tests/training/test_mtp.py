@@ -13,8 +13,8 @@ from transformers import (
     DynamicCache,
     Trainer,
     TrainingArguments,
+    modeling_layers,
 )
-from transformers.modeling_layers import MtpModel
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.model.config import warn_once
@@ -23,6 +23,8 @@ from tests.support.stock import over, run_program, settings, texts, word_tokeniz
 from tests.support.tiny_models import VOCAB, tiny_model, with_large_weights
 from tests.support.tolerance import distance
 from tests.support.training import assert_equal_runs, documents, loop, tiny_llama
+
+pytestmark = pytest.mark.skipif(not hasattr(modeling_layers, "MtpModel"), reason="this Transformers lacks use_mtp")
 
 #: Types whose checkpoints have such layers, and whose layers ring_dilated computes, with what tiny configs lack; and one more.
 CHANGES = {
@@ -81,7 +83,7 @@ def expected_step(model_type, heads, texts_alone):
     for kind in ("layer_types", "mlp_layer_types"):
         if getattr(config, kind, None) and getattr(config, f"mtp_{kind}", None) is None:
             setattr(config, f"mtp_{kind}", [getattr(config, kind)[-1]] * depths)
-    mtp = MtpModel(model, depths)
+    mtp = modeling_layers.MtpModel(model, depths)
     mtp.layers.load_state_dict(heads.state_dict())
     sums, counts = [0.0] * (depths + 1), [0] * (depths + 1)
     for text in texts_alone:
@@ -242,7 +244,7 @@ def test_transformers_drafts_with_saved_layers(model_type, depths, changes, name
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert name in file.keys()  # noqa: SIM118
     stock = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
-    drafting, own = MtpModel.from_pretrained(stock), dict(model.mtp.named_parameters())
+    drafting, own = modeling_layers.MtpModel.from_pretrained(stock), dict(model.mtp.named_parameters())
     assert own and all(torch.equal(x, drafting.get_parameter(name)) for name, x in own.items())
     greedy = partial(stock.generate, ids(1), max_new_tokens=8, do_sample=False, pad_token_id=0)
     assert torch.equal(greedy(use_mtp=True), greedy())

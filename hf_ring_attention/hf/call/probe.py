@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...compute.foreign_code import code_of
-from ...compute.private import divides_weights, forward_hooks, tree_leaves, tree_map
+from ...compute.private import code_of, divides_weights, forward_hooks, tree_leaves, tree_map
 from ...ring.planned import refusals_of_all
 from ...ring.ring import ring_alone
 from ..forward_pass import ForwardPass, WholeRows, running_with

@@ -74,6 +74,12 @@ def check_config(config: PretrainedConfig, name: str | None = None) -> None:
         raise NotImplementedError(f"{name}: {INDEXER}: {_INSTEAD}")
 
 
+def attention_dropout(config: PretrainedConfig) -> str | None:
+    """Returns the setting of a text model that drops attention weights in training, which ring_dilated does not; else None."""
+    given = vars(config).items()
+    return next((f"{k}={x}" for k, x in given if "drop" in k and "att" in k and isinstance(x, float) and x > 0), None)
+
+
 def why_own_attention(config: PretrainedConfig, sharded: bool) -> str | None:
     """Returns why a text model keeps the attention that Transformers gives it; None if it attends by ring_dilated."""
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
