@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     DataCollatorForLanguageModeling,
     DynamicCache,
@@ -32,6 +33,7 @@ CHANGES = {
     "mimo_v2_flash": {"mtp_layer_types": ["sliding_attention", "full_attention"]}, "sarvam_mla": {}, "sarvam_moe": {},
     "solar_open": {}, "step3p7": {"sliding_window": 5}, "youtu": {},
 }  # fmt: skip
+CHANGES = {name: changes for name, changes in CHANGES.items() if name in CONFIG_MAPPING}  # of this Transformers
 #: A config of Mellum has at most one such layer.
 DEPTHS = dict.fromkeys(CHANGES, 2) | {"mellum": 1}
 WEIGHT, LENGTH = 0.3, 23
