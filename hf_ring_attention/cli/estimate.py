@@ -77,7 +77,7 @@ def estimate_command(args: Namespace) -> None:
     if wrote_json(figures, args.json):
         return
     _print_estimate(answer, figures, args.model)
-    print(_launch_line(args, answer.setting))
+    _print_launch_line(args, answer.setting)
     if args.plot is not None:
         print(f"wrote {args.plot}")
 
@@ -177,18 +177,20 @@ def _answers(answer: Estimate, figures: dict[str, Any]) -> list[str]:
     return [*lines, "not counted: what the process holds before the model is made, and fragmentation"]
 
 
-def _launch_line(args: Namespace, setting: Any) -> str:
-    """Returns the command that trains in this setting; what divides parameters is in a file of the recipes."""
-    file = {"fsdp2": "fsdp2", "zero3": "zero3"}.get(setting.parallel, "one-node-8")
+def _print_launch_line(args: Namespace, setting: Any) -> None:
+    """Prints the command that trains in this setting, if finetune.py and a launch file, which divides parameters, take it."""
+    file = {"ddp": "one-node-8", "fsdp2": "fsdp2", "zero3": "zero3"}.get(args.parallel)
+    others = args.checkpointing and not args.keep_attention, args.offload_optimizer, args.accumulate
+    if file is None or any(others) or args.master_dtype != "float32":
+        return
     words = ["accelerate launch --config_file", f"recipes/accelerate/{file}.yaml", f"--num_processes {setting.devices}"]
     words += ["recipes/finetune.py", f"--model {args.model}", f"--tokens {args.tokens}", f"--ranks {setting.ring_size}"]
     given = ("pattern", None), ("layout", "auto"), ("transport", "auto"), ("batch_size", 1), ("layer_tokens_at_once", 0)
     values = {name: value for name, usual in given if (value := getattr(args, name)) not in (usual, None)}
     values |= {name: True for name in ("checkpointing", "offload") if getattr(args, name)}
-    command = f"{' '.join(words)} {_options(values)}"
-    return "To train:\n  " + " \\\n      ".join(
-        textwrap.wrap(command, 72, break_long_words=False, break_on_hyphens=False)
-    )
+    values |= {} if args.dtype == "bfloat16" else {"dtype": {"float32": "no", "float16": "fp16"}[args.dtype]}
+    lines = textwrap.wrap(f"{' '.join(words)} {_options(values)}", 72, break_long_words=False, break_on_hyphens=False)
+    print("To train:\n  " + " \\\n      ".join(lines))
 
 
 def _options(changes: Mapping[str, Any]) -> str:

@@ -23,8 +23,7 @@ def add_perplexity(parser: Parser) -> None:
     add("--text", metavar="FILE", type=text_file, nargs="+", action="extend", help="Texts in UTF-8.")
     add("words", metavar="MODEL TEXT_FILE ...", nargs="*", help="Short for --model MODEL --text TEXT_FILE ...")
     text = f"A pattern, a calibration.json, or own (the config's); one or several (default {' '.join(USUAL_PATTERNS)})."
-    kind = lambda x: x if x == OWN else pattern_or_file(x)  # noqa: E731
-    add("--pattern", metavar="TEXT", nargs="+", action="extend", type=kind, help=text)
+    add("--pattern", metavar="TEXT", nargs="+", action="extend", type=_pattern_or_own, help=text)
     text = "Tokens in a row: texts are cut into rows of each length, and shorter texts are one row (default 4k)."
     add("--tokens", metavar="N,N,...", type=comma_list(token_count(2)), help=text)
     text = "Read only the first N tokens of each text (default: the largest of --tokens)."
@@ -33,6 +32,11 @@ def add_perplexity(parser: Parser) -> None:
     parser.add_picture("--plot", "Draw perplexity against the length of rows.")
     parser.add_choice("--dtype", ("float32", "bfloat16", "float16"), "Data type", "float32")
     parser.add_json()
+
+
+def _pattern_or_own(text: str) -> str:
+    """Reads a pattern, the file of a calibration, or "own"."""
+    return text if text == OWN else pattern_or_file(text)
 
 
 def perplexity_command(args: Namespace) -> None:

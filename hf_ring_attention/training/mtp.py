@@ -52,7 +52,7 @@ def mtp_loss(model: Model, weight: float = 0.1, depths: int | None = None) -> Mo
         depths: the number of new layers, with random weights; None loads the layers of the model's checkpoint.
 
     Returns:
-        The model. `save_pretrained` and Trainer save the layers behind those of the decoder, as `model.layers.61` of a
+        The model. `save_pretrained` and Trainer save the layers behind the decoder's, as `model.layers.61` of a
         DeepSeek-V3, or as `mtp`. Transformers finds those that the model's class names, and this function all.
 
     Raises:
@@ -162,11 +162,11 @@ def _keep_batch(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     frozen = not any(x.requires_grad for x in model.mtp.parameters())
     if learns and torch.is_grad_enabled() and (frozen or not trains):
         why = (
-            "has frozen layers of mtp_loss (with PEFT: modules_to_save=['mtp'])"
-            if frozen
-            else "was called without labels"
+            "it was called without labels"
+            if trains < learns
+            else "they are frozen (with PEFT: modules_to_save=['mtp'])"
         )
-        warn_once(f"{type(model).__name__} {why}: these layers learn nothing")
+        warn_once(f"the layers that mtp_loss gave {type(model).__name__} learn nothing: {why}")
     vars(model.mtp).update(batch=batch if trains else None, losses=None)
 
 
@@ -192,7 +192,7 @@ def _predict(model: Any, runner: Any, args: tuple[Any, ...], kwargs: dict[str, A
     set_implementation(mtp.config, IMPLEMENTATION)
     setattr(mtp.config, IMPLEMENTATION, settings_of(runner.config))
     wrap_head(head)
-    # Their numbers begin at 0, as those of the model's layers, which own the patterns.
+    # Their numbers begin at 0 too, but patterns by number belong to the model's layers.
     skipped = tuple(range(1, len(heads.layers) + 1))
     inside = replace(now, runner=mtp, patterns=patterns_of(mtp.config), rows=rows, skipped=skipped, tokens=[])
     losses = []
@@ -218,7 +218,7 @@ def _predict(model: Any, runner: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _later(x: Tensor, count: int, fill: int) -> Tensor:
-    """Returns what is known [B, n] of the tokens that come `count` later; `fill` beyond the end of the row."""
+    """Returns for each token [B, n] the number of the token that comes `count` later; `fill` beyond the end of the row."""
     return F.pad(x, (0, count), value=fill)[:, count:]
 
 

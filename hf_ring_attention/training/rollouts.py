@@ -18,14 +18,7 @@ from ..ring.ring import Ring
 from ..transport.agreement import digest
 
 #: The arguments of a model that have its images.
-_IMAGES = (
-    "pixel_values",
-    "image_grid_thw",
-    "image_position_ids",
-    "image_sizes",
-    "pixel_attention_mask",
-    "spatial_shapes",
-)
+_IMAGES = "pixel_values image_grid_thw image_position_ids image_sizes pixel_attention_mask spatial_shapes".split()
 
 
 class SharedRollouts:
@@ -89,7 +82,7 @@ class SharedRollouts:
         with ring.agreement("prompts to complete") as call:
             known = re.sub(" at 0x[0-9a-fA-F]+", "", repr(prompts))  # without the addresses of images
             call.same("the prompts", digest(known), "get the same from tools and environments: seed what they draw")
-            # What is drawn later, such as the order of completions, is as without a ring.
+            # Later random numbers, such as the order of completions, are the same as without a ring.
             with torch.random.fork_rng([]):
                 call.message = int(torch.randint(2**48, ())) + self._rollouts * ring.world_size
         served = self.args.use_vllm and self.args.vllm_mode == "server"
@@ -109,7 +102,7 @@ class SharedRollouts:
         """Returns the tokens of what tools answered; the answers of the first rank count, as tools may answer differently."""
         with self.ring.agreement("the answers of tools") as call:
             call.message = [message["content"] for message in tool_messages]
-            parts = [part for content in call.message if not isinstance(content, str) for part in content]
+            parts = [part for content in call.message for part in content if isinstance(part, dict)]  # none of a text
             images = [part["image"].tobytes() for part in parts if hasattr(part.get("image"), "tobytes")]
             call.same("images that tools return", digest(images), "get the same: seed what tools draw")
         for message, content in zip(tool_messages, call.answers[0]):

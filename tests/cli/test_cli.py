@@ -218,12 +218,12 @@ def test_tables_fit_80_columns(gemma, command):
 
 def test_a_model_is_known_by_its_short_name(tmp_path, gemma, refusal, command, monkeypatch):
     """Where its package is installed; the recipes make a folder of it."""
-    told = ["it is not installed"]
-    recipe = type("common", (), {"obstacle": lambda: told[0], "installed_model": lambda: gemma})
+    obstacle = ["it is not installed"]
+    recipe = type("common", (), {"obstacle": lambda: obstacle[0], "installed_model": lambda: gemma})
     monkeypatch.setitem(sys.modules, "common", recipe)
     words = "estimate --tokens 1k --model smollm2-135m"
     assert "argument --model: it is not installed" in refusal(words)
-    told[0] = None
+    obstacle[0] = None
     assert command(words) == command(f"estimate --tokens 1k --model {gemma}")
     (tmp_path / "calibrated").mkdir()
     (tmp_path / "calibrated" / "calibration.json").touch()
@@ -239,7 +239,10 @@ def test_an_estimate_ends_with_a_command_that_the_recipe_takes(gemma, command):
     assert launched == "accelerate launch --config_file recipes/accelerate/zero3.yaml --num_processes 4"
     args = finetune.parse_args(options.split())
     assert (args.tokens, args.ranks, args.batch_size, args.layer_tokens_at_once) == (16384, 4, 2, 4096)
-    assert (args.pattern, args.checkpointing, args.offload) == ("window:1k+4", True, True)
+    assert (args.pattern, args.checkpointing, args.offload, args.dtype) == ("window:1k+4", True, True, None)
+    assert "--dtype no" in command(f"estimate --model {gemma} --tokens 1k --dtype float32")
+    for other in ("--parallel zero2", "--offload-optimizer", "--no-keep-attention", "--master-dtype bfloat16"):
+        assert "To train:" not in command(f"estimate --model {gemma} --tokens 1k {other}"), other
 
 
 def test_tables_show_every_character_of_every_cell(capsys):

@@ -331,7 +331,7 @@ def test_what_is_refused(caplog):
         with pytest.raises(kind, match=text):
             call()
     assert model.train()(x, shift_labels=x).loss is None
-    assert "was called without labels: these layers learn nothing" in caplog.text
+    assert "mtp_loss gave LlamaForCausalLM learn nothing: it was called without labels" in caplog.text
     model.mtp.requires_grad_(False)
     model(x, labels=x)
-    assert "has frozen layers of mtp_loss (with PEFT: modules_to_save=['mtp']): these" in caplog.text
+    assert "learn nothing: they are frozen (with PEFT: modules_to_save=['mtp'])" in caplog.text

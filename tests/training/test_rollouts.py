@@ -110,7 +110,7 @@ def test_sampled_completions_differ_between_copies_and_rings_and_not_between_ran
 
 
 def refused(folder, ring_size):
-    """What a rank is told if another one fails in the second step, and if prompts differ between ranks."""
+    """The errors of a rank if another one fails in the second step, and if prompts differ between ranks."""
 
     class Failing(trl.GRPOTrainer):
         def _generate_single_turn(self, *args, **kwargs):
@@ -130,8 +130,8 @@ def test_an_error_of_one_rank_and_other_prompts_end_all_ranks(tmp_path, programs
     save(tmp_path, tiny_llama)
     first, second = programs.run(run_program, 2, refused, str(tmp_path / "ring"), 2)
     assert first[0] == "rank 1 of the ring refused the call: no room" and second[0] == "no room"
-    for _, told in (first, second):
-        assert told.startswith("the ranks of the ring disagree on the prompts: rank 0: ")
+    for _, error in (first, second):
+        assert error.startswith("the ranks of the ring disagree on the prompts: rank 0: ")
 
 
 # ---- tools, environments, custom rollouts
@@ -297,7 +297,7 @@ def test_custom_rollouts_are_shared(tmp_path, programs):
 
 
 class Completing:
-    """In place of TRL's Trainer: it keeps what it was asked for, and completes a prompt with its number of tokens."""
+    """In place of TRL's Trainer: it keeps its arguments, and completes a prompt with its number of tokens."""
 
     def _generate_single_turn(self, prompt_ids, images, fields, **more):
         self.asked = (prompt_ids, images, fields, more)
@@ -416,7 +416,7 @@ def test_rows_of_images_stay_with_their_prompts():
 
 
 def test_an_error_of_a_server_does_not_wait_for_ranks_that_wait_for_it():
-    """The main process alone asks the server; in TRL the others wait for what it broadcasts."""
+    """The main process alone asks the server; in TRL the others wait for its broadcast."""
     failed, late = threading.Event(), []
 
     def complete(ring):
@@ -487,7 +487,7 @@ def completed_prompts(calls):
     ids=["GRPO", "asleep", "tensors", "RLOO", "RLOO-tensors", "distillation"],
 )
 def test_an_engine_in_each_process_completes_a_share(name, changes, tmp_path, programs):
-    """The engines are told of processes, and get the weights once for each step."""
+    """The engines get the numbers of processes, and the weights once for each step."""
     save(tmp_path, tiny_teacher, *([tiny_llama] if name == "GRPO" else []))
     if name != "GRPO":
         save_exact(tmp_path)
@@ -536,8 +536,8 @@ def refusals(folder, ring_size):
     """Has vLLM refused where it would attend otherwise, or complete the prompts of each rank; also returns what was logged."""
     from trl.experimental import sdpo
 
-    told, handler = [], logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
+    logged, handler = [], logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
     logging.getLogger("hf_ring_attention").addHandler(handler)
     warn_once.cache_clear()
     vllm = {"use_vllm": True, "generation_kwargs": {}}
@@ -555,18 +555,18 @@ def refusals(folder, ring_size):
             ValueError, match="use_vllm does not work over a ring in RingTrainer: each rank would complete"
         ):
             kind(language(folder), length_of, args, **given)
-        assert not calls and not told
+        assert not calls and not logged
         for _ in range(2):
             trainer_of(folder, ring_size, **vllm)
         assert len(of_kind(calls, "LLM")) == 2
     logging.getLogger("hf_ring_attention").removeHandler(handler)
-    return told
+    return logged
 
 
 def test_vllm_that_would_complete_otherwise_is_refused_or_corrected(tmp_path, programs):
     save(tmp_path, tiny_llama)
-    for rank, told in enumerate(programs.run(run_program, 2, refusals, tmp_path / "ring", 2)):
-        of_vllm = [text for text in told if text.startswith("vLLM completes with exact attention")]
+    for rank, logged in enumerate(programs.run(run_program, 2, refusals, tmp_path / "ring", 2)):
+        of_vllm = [text for text in logged if text.startswith("vLLM completes with exact attention")]
         assert len(of_vllm) == (rank == 0)
         assert not of_vllm or f"the model trains with the pattern {PATTERN}: TRL weighs tokens" in of_vllm[0]
 
