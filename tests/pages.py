@@ -44,8 +44,21 @@ HEAD = """# API
 
 Every public name, with its arguments, shapes, errors and an example. `make docs` makes this page from the docstrings.
 
-- Before each example stand `import torch` and `import hf_ring_attention as ra`. Tests run all examples.
-- `tiny_llama()` is a `LlamaForCausalLM` of 2 layers with random weights.
+Tests run all examples, each behind this:
+
+```python
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+import hf_ring_attention as ra
+
+
+def tiny_llama():  # 2 layers, random weights
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
+    return LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.08, attn_implementation="ring_dilated"))
+```
+
 - A function that takes a `Pattern` also takes [its text](#patterns), such as `"window:512+4"`.
 - Shapes: B rows of a batch, n tokens, H query heads, Hkv key/value heads, D numbers of a query or key, Dv of a value.
 - [Ideas](ideas.md) explains patterns, rings and layouts. The [map](../../hf_ring_attention/README.md) has a glossary.

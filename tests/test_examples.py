@@ -3,13 +3,14 @@
 import contextlib
 import doctest
 import inspect
+import re
+import runpy
 
 import pytest
-import torch
 
 import hf_ring_attention as ra
+from tests.pages import HEAD
 from tests.support.releases import with_names_of_this_release
-from tests.support.training import tiny_llama
 
 with contextlib.suppress(ImportError):  # At its first use DeepSpeed prints which device it takes.
     import deepspeed.accelerator
@@ -23,7 +24,8 @@ OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 @pytest.mark.parametrize("name", PUBLIC)
 def test_the_examples_of_a_public_name(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where an example may write
-    names = {"ra": ra, "torch": torch, "tiny_llama": lambda: tiny_llama(pattern=None)}
+    (tmp_path / "begin.py").write_text(re.search(r"```python\n(.*?)```", HEAD, flags=re.DOTALL)[1])
+    names = runpy.run_path("begin.py")
     public = getattr(ra, name)
     examples = doctest.DocTestFinder(exclude_empty=True).find(public, name, inspect.getmodule(public), globs=names)
     assert any(example.examples for example in examples), f"the docstring of ra.{name} has no example"

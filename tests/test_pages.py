@@ -15,7 +15,7 @@ from hf_ring_attention.cli import main as cli
 from tests import pages
 from tests.support.tiny_models import tiny_model
 
-from .test_readme import PREAMBLE, ROOT, as_tested, blocks, run_snippet, save_inputs
+from .test_readme import CHOSEN, LOOP, PREAMBLE, ROOT, as_tested, run_snippet, save_inputs
 
 GUIDE = ROOT / "recipes" / "guide"
 
@@ -33,7 +33,7 @@ def test_a_public_name_without_a_place_is_refused(monkeypatch):
         pages.api_page()
 
 
-# ---- the FAQ
+# ---- programs of training.md
 
 
 #: The tests add this to the loop, to see the model at its end.
@@ -52,23 +52,22 @@ def trained(program, folder, processes):
 
 
 def test_the_program_for_layers_that_choose_keys(tmp_path):
-    (tmp_path / "program.py").write_text(blocks(GUIDE / "faq.md", "python")[0])
+    (tmp_path / "program.py").write_text(CHOSEN)
     made = mock.Mock(from_pretrained=lambda name: tiny_model("glm_moe_dsa", "sdpa"))
     names = {"ra": ra, "ring": ra.Ring.alone(), "AutoModelForCausalLM": made, "input_ids": torch.arange(3, 40)[None]}
     found = runpy.run_path(str(tmp_path / "program.py"), names)
     assert found["loss"] > 0 and "indexer" in {name.split(".")[-1] for name, _ in found["model"].named_modules()}
 
 
-def test_the_loop_of_the_faq_trains_over_a_ring_as_on_one_process(tmp_path):
+def test_the_plain_loop_trains_over_a_ring_as_on_one_process(tmp_path):
     """Its updates are compared, since AdamW changes weights by little."""
     save_inputs(tmp_path)
-    _, loop = blocks(GUIDE / "faq.md", "python")
-    assert len([line for line in loop.splitlines() if line]) == 12
+    assert len([line for line in LOOP.splitlines() if line]) == 12
     begin = as_tested(PREAMBLE, tmp_path / "model")
-    lines = [line for line in loop.splitlines() if not line.startswith(SEVERAL)]
-    assert len(lines) == len(loop.splitlines()) - len(SEVERAL)
+    lines = [line for line in LOOP.splitlines() if not line.startswith(SEVERAL)]
+    assert len(lines) == len(LOOP.splitlines()) - len(SEVERAL)
     (expected,), _ = trained(begin + "\n".join(lines), tmp_path, 1)
-    (first, second), printed = trained(f"{begin}{loop}\nprint('sent', ring.traffic().sent_bytes > 0)\n", tmp_path, 2)
+    (first, second), printed = trained(f"{begin}{LOOP}\nprint('sent', ring.traffic().sent_bytes > 0)\n", tmp_path, 2)
     assert printed.count("sent True") == 2, "keys and values travelled"
     start = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
     for name, before in start.items():
@@ -77,17 +76,17 @@ def test_the_loop_of_the_faq_trains_over_a_ring_as_on_one_process(tmp_path):
         assert update > 0 and (first[name] - expected[name]).norm() < 1e-3 * update, name
 
 
-# ---- the gallery
+# ---- the gallery of ideas.md
 
 
-GALLERY = (GUIDE / "gallery.md").read_text(encoding="utf-8")
+IDEAS = (GUIDE / "ideas.md").read_text(encoding="utf-8")
 #: Patterns with their costs and perplexity.
-ROWS = [line.strip("| ").split(" | ") for line in GALLERY.splitlines() if line.startswith("| `")]
+ROWS = [line.strip("| ").split(" | ") for line in IDEAS.splitlines() if line.startswith("| `")]
 #: Pictures, by the command that draws them.
-PICTURES = re.findall(r"^hf-ring-attention (.* --plot (recipes/pictures/\w+\.png))$", GALLERY.replace("\\\n", ""), re.M)
+PICTURES = re.findall(r"^hf-ring-attention (.* --plot (recipes/pictures/\w+\.png))$", IDEAS.replace("\\\n", ""), re.M)
 
 
-def test_costs_in_the_gallery_are_those_of_the_patterns():
+def test_costs_are_those_of_the_patterns():
     assert len(ROWS) >= 9
     heads = {"num_heads": 32, "num_kv_heads": 8}
     for name, *costs in ROWS:
@@ -98,7 +97,7 @@ def test_costs_in_the_gallery_are_those_of_the_patterns():
         assert costs[:3] == [*(f"{pattern.flop_share(tokens, **heads):.1%}" for tokens in (4096, 131072)), size], name
 
 
-def test_perplexities_in_the_gallery_stand_in_measured_tables():
+def test_perplexities_stand_in_measured_tables():
     tables = "".join((GUIDE / f"{guide}.md").read_text("utf-8") for guide in ("figures", "serving")).splitlines()
     measured = {row[0]: row[4] for row in ROWS if len(row) == 5}
     assert {"exact", "window:512+4", "pyramid:512,3"} <= {name.strip("`") for name in measured}
@@ -107,11 +106,11 @@ def test_perplexities_in_the_gallery_stand_in_measured_tables():
 
 
 @pytest.mark.parametrize(("command", "file"), PICTURES, ids=[file for _, file in PICTURES])
-def test_pictures_in_the_gallery_are_what_their_commands_draw(command, file, tmp_path):
+def test_pictures_are_what_their_commands_draw(command, file, tmp_path):
     """Each colour of a pattern takes as much of both pictures; fonts and margins may differ by release of matplotlib."""
     plots = pytest.importorskip("hf_ring_attention.cli.plots")
     image = pytest.importorskip("matplotlib.image")
-    assert f"](../../{file})".replace("../../recipes/", "../") in GALLERY
+    assert f"](../../{file})".replace("../../recipes/", "../") in IDEAS
     assert (ROOT / file).stat().st_size < 60_000
     with pytest.raises(SystemExit) as ended:
         cli.main(shlex.split(command.replace(file, str(tmp_path / "drawn.png"))))

@@ -97,7 +97,7 @@ def test_torchrun_passes_a_signal_on_and_leaves_no_process(folder, tmp_path):
     assert len(processes) >= 2 and not left, printed[-3000:]
     step = re.search(r"SIGTERM: saved .*checkpoint-(\d+); go on from it", printed)
     assert step and checkpoints.last_saved(tmp_path).name == f"checkpoint-{step[1]}", printed[-3000:]
-    assert status == 1 and "SignalException" in printed.splitlines()[-1], "recovery.md tells what the launcher does"
+    assert status == 1 and "SignalException" in printed.splitlines()[-1], "failing.md tells what the launcher does"
 
 
 def faulty(fault):
