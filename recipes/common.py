@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,8 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import checkpoints
 import torch
@@ -27,6 +30,7 @@ from accelerate.utils import gather
 from arguments import EXTRAS, OWN, at_least, missing_extra, plural
 from bench.timing import held_memory
 from filelock import FileLock
+from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -44,6 +48,8 @@ for name in ("accelerate.utils.other", "huggingface_hub.repocard"):
 TRUST_HELP = "run the Python code that comes with the model's folder or hub repository; read it first"
 MODEL_HELP = f"folder or hub id of a causal language model, or {BUNDLED}"
 ADAPTED_HELP = f"folder or hub id of a causal language model, folder with LoRA adapters, or {BUNDLED}"
+#: The time for a connection to each address of the hub.
+CONNECT_SECONDS = 5
 LORA_HELP = "train only LoRA adapters of this rank, in all linear layers; 0: train all weights"
 
 
@@ -99,7 +105,21 @@ def model_source(text: str) -> str:
         raise argparse.ArgumentTypeError(
             f"there is no folder {text!r} (from {Path.cwd()}). A model is a folder, a hub id as 'owner/name', or {BUNDLED}"
         )
+    else:
+        ask_cache_alone_without_hub()
     return text
+
+
+def ask_cache_alone_without_hub() -> None:
+    """Has huggingface_hub ask only its cache if its server cannot be connected to; else it would try for half a minute."""
+    server = urlsplit(constants.ENDPOINT)
+    if constants.HF_HUB_OFFLINE or {"all", server.scheme} & getproxies().keys():  # A proxy knows other ways.
+        return
+    try:
+        address = server.hostname, server.port or {"http": 80}.get(server.scheme, 443)
+        socket.create_connection(address, CONNECT_SECONDS).close()
+    except OSError:
+        constants.HF_HUB_OFFLINE = True
 
 
 def has_adapters(model: str) -> bool:

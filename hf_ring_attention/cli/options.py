@@ -182,16 +182,15 @@ def text_for(read: Callable[[str], Any], text: str) -> str:
 
 
 def model_source(text: str) -> str:
-    """Reads a folder or a hub id; `BUNDLED` becomes the folder that the recipes make of its package."""
+    """Reads a file, or a model as the recipes do; `BUNDLED` becomes the folder that they make of its package."""
     if (Path(text) / "calibration.json").is_file() and not (Path(text) / "config.json").is_file():
         raise argparse.ArgumentTypeError(f"{text} has no weights: --model MODEL --pattern {text}/calibration.json")
-    if text != BUNDLED or Path(text).exists():
+    if Path(text).exists():
         return text
     sys.path.insert(0, str(next(place for place in RECIPE_FOLDERS if (place / "common.py").is_file())))
     common = importlib.import_module("common")  # of the recipes
-    if why := common.obstacle():
-        raise argparse.ArgumentTypeError(why)
-    return str(common.installed_model())
+    source: str = common.model_source(text)
+    return str(common.installed_model()) if source == BUNDLED else source
 
 
 def pattern_text(text: str) -> str:

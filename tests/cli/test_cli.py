@@ -22,6 +22,7 @@ from hf_ring_attention.cost.questions import most_cached_tokens
 from hf_ring_attention.plan.patterns import Pattern
 from hf_ring_attention.plan.traffic import short_bytes
 from tests.support.measured_once import measured_once
+from tests.support.patches import replaced
 from tests.support.tiny_models import tiny_config
 
 CALL = "--tokens 8k --ranks 4 --heads 8 --kv-heads 2 --head-dim 32"
@@ -218,9 +219,8 @@ def test_tables_fit_80_columns(gemma, command):
 
 def test_a_model_is_known_by_its_short_name(tmp_path, gemma, refusal, command, monkeypatch):
     """Where its package is installed; the recipes make a folder of it."""
-    obstacle = ["it is not installed"]
-    recipe = type("common", (), {"obstacle": lambda: obstacle[0], "installed_model": lambda: gemma})
-    monkeypatch.setitem(sys.modules, "common", recipe)
+    common, obstacle = importlib.import_module("common"), ["it is not installed"]
+    replaced(monkeypatch, common, obstacle=lambda: obstacle[0], installed_model=lambda: gemma)
     words = "estimate --tokens 1k --model smollm2-135m"
     assert "argument --model: it is not installed" in refusal(words)
     obstacle[0] = None
@@ -229,6 +229,17 @@ def test_a_model_is_known_by_its_short_name(tmp_path, gemma, refusal, command, m
     (tmp_path / "calibrated" / "calibration.json").touch()
     error = refusal(f"perplexity --model {tmp_path}/calibrated --text {gemma}/config.json")
     assert f"calibrated has no weights: --model MODEL --pattern {tmp_path}/calibrated/calibration.json" in error
+
+
+def test_a_hub_that_is_not_reached_is_told_at_once(refusal, monkeypatch):
+    """Its library would sleep, and try again."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # Nobody listens there.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("time.sleep", None)
+    words = "explain --tokens 1k --ranks 2 --pattern exact --model"
+    told = "the hub was not reached, nor is the model in its cache: connect, or name a folder"
+    assert told in refusal(f"{words} nobody/nothing")
+    assert "argument --model: there is no folder './nothing' (from " in refusal(f"{words} ./nothing")
 
 
 def test_an_estimate_ends_with_a_command_that_the_recipe_takes(gemma, command):

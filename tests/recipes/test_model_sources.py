@@ -1,12 +1,14 @@
 """The models of recipes are found, or the error names the command that brings them or the folder to delete."""
 
 import argparse
+import socket
 
 import common
 import finetune
 import perplexity
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import save_file
 
 import hf_ring_attention as ra
@@ -29,6 +31,31 @@ def test_a_hub_that_is_not_reached_is_not_a_wrong_name(monkeypatch, tmp_path):
             load("nobody/nothing")
         with pytest.raises(SystemExit, match=r"cannot be loaded: .* A model is a folder, a hub id"):
             load(str(tmp_path))
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A hub at a port where nobody listens; connections to it are not tried again."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    for name in ("all_proxy", "http_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    return port
+
+
+def test_a_hub_that_is_not_reached_is_not_asked_again(hub, monkeypatch):
+    """A machine without a network waited for half a minute; behind a proxy, only the hub's library knows the way."""
+    with monkeypatch.context() as proxy:
+        proxy.setenv("http_proxy", "http://127.0.0.1:1")
+        assert common.model_source("nobody/nothing") == "nobody/nothing" and not constants.HF_HUB_OFFLINE
+    with socket.create_server(("127.0.0.1", hub)):  # It takes its time to answer.
+        common.model_source("nobody/nothing")
+    assert not constants.HF_HUB_OFFLINE
+    monkeypatch.setattr("time.sleep", None)  # as huggingface_hub does before it tries again
+    with pytest.raises(SystemExit, match=r"cannot be loaded: the hub was not reached, .*: connect"):
+        common.load_tokenizer(common.model_source("nobody/nothing"))
 
 
 def test_code_that_a_model_brings_runs_only_when_it_is_trusted(tmp_path, monkeypatch):
