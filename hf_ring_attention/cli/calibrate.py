@@ -18,11 +18,12 @@ from .output import layer_numbers, print_table, short_count, stdout_left_alone, 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..evaluation.calibration.choice import BudgetOf
     from ..evaluation.calibration.result import Calibration
 
 #: The files in the folder of a calibration, and the folder of its measurements.
 CALIBRATION, REPORT, MEASURED = "calibration.json", "report.txt", "measurements"
-_BUDGETS = {
+_BUDGETS: dict[BudgetOf, str] = {
     "flops": "the FLOPs",
     "cache_reads": "the reads of the cache",
     "cache": "the cache",
@@ -41,7 +42,8 @@ def add_calibrate(parser: Parser) -> None:
     add("--rows", metavar="N", type=at_least(1), default=1, help="Rows from each text, evenly spaced (default 1).")
     text = "A pattern to choose from; repeatable. Default: windows with few and with many sinks, and exact."
     parser.add_pattern(text, "--menu", several=True)
-    add("--retrieval", metavar="WEIGHT", type=float, help="Weight of retrieval in the scores; 0 turns it off.")
+    text = "Weight of retrieval in the scores; 0 turns it off (default 0.1)."
+    add("--retrieval", metavar="WEIGHT", type=float, default=0.1, help=text)
     add("--refinements", metavar="N", type=at_least(0), default=1, help="Passes that correct the choice (default 1).")
     add("--seed", metavar="N", type=at_least(0, 2**32 - 1), default=0, help="Seed of the random tokens (default 0).")
     text = "Folder for results and measurements; an interrupted run continues there."
@@ -67,7 +69,7 @@ def calibrate_command(args: Namespace) -> None:
     """
     tell_loading(args.model)
     from ..cost.models import load_config
-    from ..evaluation.calibration.calibrate import calibrate
+    from ..evaluation.calibration.calibrate import MENU, calibrate, menu_and_cost
     from ..hf.model.config import patch_config
     from .loading import check_positions, load_model, load_tokenizer, ring_of_processes  # It loads torch.
 
@@ -77,23 +79,21 @@ def calibrate_command(args: Namespace) -> None:
         ring, device = ring_of_processes()
         if args.budget_of == "bytes" and args.ranks is None and ring.world_size == 1:
             raise Refusal("one process moves no bytes: name the ranks of the ring, 2 or more", "--ranks")
+        menu = args.menu or MENU
+        checked(None, menu_and_cost, menu, args.budget_of, args.ranks, ring, args.tokens, args.budget)
         tokenizer = checked("--model", load_tokenizer, args.model, trust)
-        rows = [
-            row for text in args.text for row in checked("--text", rows_of, tokenizer, *text, args.tokens, args.rows)
-        ]
+        rows = [x for text in args.text for x in checked("--text", rows_of, tokenizer, *text, args.tokens, args.rows)]
         model = checked("--model", load_model, args.model, args.dtype, device, trust)
-        options = {name: getattr(args, name) for name in ("budget", "budget_of", "ranks", "refinements", "seed")}
-        options |= {name: getattr(args, name) for name in ("menu", "retrieval") if getattr(args, name) is not None}
-        folder = None if args.output is None else args.output / MEASURED
-        calibration = checked(None, calibrate, model, rows, ring=ring, folder=folder, **options)
+        names = ("budget", "budget_of", "ranks", "retrieval", "refinements", "seed")
+        options = {name: getattr(args, name) for name in names}
+        options |= {"menu": menu, "ring": ring, "folder": None if args.output is None else args.output / MEASURED}
+        calibration = checked(None, calibrate, model, rows, **options)
     if ring.rank > 0:
         return
     with redirect_stdout(io.StringIO()) as report:
         _print_patterns(calibration, f"{args.model}, {args.dtype}")
         _print_texts(calibration, [name for name, _ in args.text], args.rows)
-    shares = {"flops": calibration.flop_share, "cache": calibration.share("cache")}
-    shares |= {"cache_reads": calibration.share("cache_reads")}
-    shares |= {"bytes": calibration.share("bytes")} if calibration.ranks else {}
+    shares = {of: calibration.share(of) for of in _BUDGETS if of != "bytes" or calibration.ranks}
     figures = {"model": args.model, "dtype": args.dtype, "shares": shares, **calibration.to_dict()}
     alone = wrote_json(figures, args.json)
     if not alone:
@@ -137,17 +137,16 @@ def _print_patterns(calibration: Calibration, model: str) -> None:
         shares, count = (f"{calibration.share_of(pattern, of):.1%}" for of in ("flops", "cache")), counts[pattern]
         rows.append((pattern, *shares, count, f"{count / total:.0%}", layers))
     notes = [
+        "FLOPs, cache: of exact attention's, in a group with this pattern; share: of all groups",
         f"{calibration.flop_share:.2%} of exact attention's FLOPs at {short_count(calibration.seq_len)} tokens",
         f"{calibration.share('cache'):.2%} of its cache (ra.PatternCache)",
         f"{calibration.share('cache_reads'):.2%} of its reads of the cache for the next token",
         f"the budget was {calibration.budget:.2%} of {_BUDGETS[calibration.budget_of]}",
     ]
     if calibration.ranks:
-        notes.insert(3, f"{calibration.share('bytes'):.2%} of the bytes of a ring of {calibration.ranks}")
+        notes.insert(4, f"{calibration.share('bytes'):.2%} of the bytes of a ring of {calibration.ranks}")
     title = f"{model}: {total} groups of heads in {len(heads)} layers"
-    print_table(
-        title, ("pattern", "share of exact FLOPs", "share of its cache", "groups", "of all", "in layers"), rows, notes
-    )
+    print_table(title, ("pattern", "FLOPs", "cache", "groups", "share", "in layers"), rows, notes)
 
 
 def _print_texts(calibration: Calibration, names: Sequence[str], rows: int) -> None:
@@ -157,6 +156,5 @@ def _print_texts(calibration: Calibration, names: Sequence[str], rows: int) -> N
         (title, f"{math.exp(text.exact_nll):.3f}", f"{text.perplexity_ratio:.4f}")
         for title, text in zip(titles, calibration.texts, strict=True)
     ]
-    notes = [f"seed {calibration.seed}, weight of retrieval {calibration.retrieval:g}"]
-    title = "Perplexity on the calibration texts (not held out)"
-    print_table(title, ("text", "exact", "calibrated / exact"), cells, notes)
+    title, note = "Perplexity on the calibration texts (not held out)", f"seed {calibration.seed}, weight of retrieval"
+    print_table(title, ("text", "exact", "calibrated / exact"), cells, [f"{note} {calibration.retrieval:g}"])

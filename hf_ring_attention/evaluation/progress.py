@@ -24,13 +24,14 @@ def progress_bar(label: str, total: float, silent: bool = False) -> Any:
 
 
 @contextmanager
-def moved_by_layers(bar: Any, model: nn.Module, *tokens: float) -> Iterator[None]:
+def moved_by_layers(bar: Any, model: nn.Module, *tokens: int) -> Iterator[None]:
     """Moves a bar as each layer of a model begins its part of passes of so many tokens; without layers, it moves at the end.
 
     A backward pass with checkpointing computes the layers again, so it counts as another pass.
     """
     layers = [] if bar.disable else [x for x in model.modules() if isinstance(x, GradientCheckpointingLayer)]
-    steps = [size / len(layers) for size in reversed(tokens) for _ in layers]
+    count = max(1, len(layers))  # Whole tokens: their sum is exactly the total, where tqdm warns of the least excess.
+    steps = [size * n // count - size * (n - 1) // count for size in reversed(tokens) for n in range(1, count + 1)]
 
     def move(*_: Any) -> None:  # What a hook returns would be the module's input.
         bar.update(steps.pop() if steps else 0)
@@ -42,4 +43,4 @@ def moved_by_layers(bar: Any, model: nn.Module, *tokens: float) -> Iterator[None
     finally:
         for hook in hooks:
             hook.remove()
-    bar.update(sum(steps) if layers else sum(tokens))
+    bar.update(sum(steps))

@@ -1,12 +1,14 @@
 """The calibrate command, on a tiny model: it writes the library's files, and refuses wrong options in one line."""
 
 import json
+import re
 from unittest.mock import patch
 
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import hf_ring_attention as ra
 from hf_ring_attention.cli.calibrate import rows_of
@@ -60,6 +62,43 @@ def test_a_budget_of_bytes(folder, command, refusal):
     assert "of the bytes of a ring of 2" in " ".join(printed.split())
     error = refusal(words_of(folder, "--budget-of", "bytes"))
     assert "argument --ranks: one process moves no bytes: name the ranks of the ring, 2 or more" in error
+
+
+def test_an_impossible_budget_is_refused_before_weights_are_loaded(folder, refusal):
+    (folder / "model" / "model.safetensors").unlink()
+    error = refusal(words_of(folder, "--budget", 0.01))
+    assert "budget=0.01 is below the cheapest pattern of the menu, window:4+1" in error
+    assert "cannot be loaded" in refusal(words_of(folder))
+
+
+def test_windows_that_cover_a_row_are_left_out(folder, command, refusal):
+    """They equal exact attention, which is listed."""
+    words = [*words_of(folder, "--refinements", 0, "--retrieval", 0), "--menu", "window:80", "window:76+4"]
+    rows = [line.split() for line in command(words).splitlines() if re.match("pattern|window|exact", line)]
+    assert rows[0] == ["pattern", "FLOPs", "cache", "groups", "share", "in", "layers"]
+    assert [row[0] for row in rows[1:]] == MENU
+    alone = words_of(folder)[:-6]
+    assert "got 1 that differ in rows of 80 tokens" in refusal([*alone, "--menu", "exact", "window:512"])
+
+
+class Layer(GradientCheckpointingLayer):
+    def forward(self, x):
+        return self.part(x)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_bar_ends_at_its_total(monkeypatch):
+    """tqdm warns of a bar that passes it, were it by 2e-13 tokens, as 9 parts of 512 tokens once did."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    layers = torch.nn.Sequential(*(Layer() for _ in range(9)))
+    for layer in layers:
+        layer.part = torch.nn.Identity()
+    with progress.progress_bar("reading", 2 * 512) as bar:
+        for _ in range(2):
+            with progress.moved_by_layers(bar, layers, 512):
+                layers(torch.ones(1))
+        assert bar.n == 2 * 512
+        bar.refresh()
 
 
 def test_a_budget_of_the_cache(folder, command):

@@ -79,7 +79,7 @@ def calibrate(
         model: a causal language model.
         texts: the token ids [n] of each text, the same on every rank.
         budget: the share of exact attention's cost, in (0, 1], for all layers without a window in the model.
-        menu: the patterns to choose among, as `Pattern` or text.
+        menu: the patterns to choose among, as `Pattern` or text. Beside exact attention, windows longer than all texts are left out.
         ring: the ranks over which texts are sharded; None for the ring that the model was patched with, if any.
         budget_of: the cost, counted for the longest text. "flops" counts its query-key pairs. "cache_reads" counts the rows of
             the key/value cache that attention reads for the next token. "cache" counts the rows that `ra.PatternCache` keeps.
@@ -120,10 +120,9 @@ def calibrate(
                 f"calibrate: each rank must have all heads, but tensor parallelism divides them among {mesh.size()} ranks: "
                 f"load the model without it, and shard texts with ring="
             )
-        patterns = _checked_menu(menu)
         rows = _checked_texts(inner, texts, retrieval)
         _check_numbers(budget, retrieval, refinements, seed)
-        cost = _checked_cost(budget_of, ranks, served, max(map(len, rows)), patterns, budget)
+        patterns, cost = menu_and_cost(menu, budget_of, ranks, served, max(map(len, rows)), budget)
         settings = {"model": _stamp_of(inner), "dtype": str(inner.dtype), "menu": [*map(str, patterns)]}
         numbers = {"budget": budget, "cost": cost, "retrieval": retrieval, "refinements": refinements, "seed": seed}
         numbers |= {"texts": [*map(digest, rows)], "whether there is a folder": folder is not None}
@@ -196,18 +195,37 @@ def _measuring(model: PreTrainedModel, ring: Ring, folder: Path | None) -> Itera
 # ---- checks
 
 
-def _checked_menu(menu: Any) -> tuple[Pattern, ...]:
+def menu_and_cost(
+    menu: Any, budget_of: Any, ranks: Any, ring: Ring, seq_len: int, budget: float
+) -> tuple[tuple[Pattern, ...], Cost]:
+    """Returns the patterns to choose from and their cost; in rows of `seq_len` tokens, exact attention has no equal in them."""
+    check_choice("calibrate", "budget_of", budget_of, get_args(BudgetOf))
+    if budget_of == "bytes":
+        ranks = ring.world_size if ranks is None else ranks
+        check_count("calibrate: a ring that moves bytes", "ranks", ranks, least=2)
+    elif ranks is not None:
+        raise ValueError(f"calibrate: ranks={ranks!r} needs budget_of='bytes', got {budget_of!r}: leave it out")
     if isinstance(menu, (str, Pattern)) or not isinstance(menu, Sequence):
         raise ValueError(f"calibrate: menu must be a list of patterns, or their texts, got {menu!r}")
     patterns = [as_pattern(pattern, "calibrate: menu") for pattern in menu]
-    if len(patterns) < 2:
-        raise ValueError(f"calibrate: menu must have 2 or more patterns to choose from, got {len(patterns)}")
     for pattern in patterns:
         if pattern.kv_heads:
             raise ValueError(f"calibrate: menu has {pattern}, which differs by heads: name patterns of single heads")
         if patterns.count(pattern) > 1:
             raise ValueError(f"calibrate: menu has {pattern} twice: name each pattern once")
-    return tuple(patterns)
+    if (exact := Pattern.exact()) in patterns:
+        patterns = [x for x in patterns if x == exact or x.flop_share(seq_len) != 1]
+    if len(patterns) < 2:
+        got = f"got {len(patterns)} that differ in rows of {seq_len} tokens"
+        raise ValueError(f"calibrate: menu must have 2 or more patterns to choose from, {got}")
+    cost = Cost(budget_of, seq_len, ranks)
+    of_exact, (least, cheapest) = cost.of_exact(), min((cost.of_pattern(x, 0, 1), str(x)) for x in patterns)
+    if least > budget * of_exact:
+        raise ValueError(
+            f"calibrate: budget={budget} is below the cheapest pattern of the menu, {cheapest}: {least} / {of_exact} = "
+            f"{least / of_exact:.4f} of exact attention's {budget_of}: raise it, or add a cheaper pattern"
+        )
+    return tuple(patterns), cost
 
 
 def _checked_texts(model: PreTrainedModel, texts: Any, retrieval: float) -> list[Tensor]:
@@ -233,20 +251,3 @@ def _check_numbers(budget: Any, retrieval: Any, refinements: Any, seed: Any) -> 
         raise ValueError(f"calibrate: retrieval must be a weight of at least 0, got {retrieval!r}")
     check_count("calibrate", "refinements", refinements, least=0)
     check_count("calibrate", "seed", seed, least=0)
-
-
-def _checked_cost(budget_of: Any, ranks: Any, ring: Ring, seq_len: int, menu: Sequence[Pattern], budget: float) -> Cost:
-    check_choice("calibrate", "budget_of", budget_of, get_args(BudgetOf))
-    if budget_of == "bytes":
-        ranks = ring.world_size if ranks is None else ranks
-        check_count("calibrate: a ring that moves bytes", "ranks", ranks, least=2)
-    elif ranks is not None:
-        raise ValueError(f"calibrate: ranks={ranks!r} needs budget_of='bytes', got {budget_of!r}: leave it out")
-    cost = Cost(budget_of, seq_len, ranks)
-    exact, (least, cheapest) = cost.of_exact(), min((cost.of_pattern(pattern, 0, 1), str(pattern)) for pattern in menu)
-    if least > budget * exact:
-        raise ValueError(
-            f"calibrate: budget={budget} is below the cheapest pattern of the menu, {cheapest}: {least} / {exact} = "
-            f"{least / exact:.4f} of exact attention's {budget_of}: raise it, or add a cheaper pattern"
-        )
-    return cost
