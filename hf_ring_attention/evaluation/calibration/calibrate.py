@@ -79,7 +79,7 @@ def calibrate(
         model: a causal language model.
         texts: the token ids [n] of each text, the same on every rank.
         budget: the share of exact attention's cost, in (0, 1], for all layers without a window in the model.
-        menu: the patterns to choose among, as `Pattern` or text. Beside exact attention, windows longer than all texts are left out.
+        menu: the patterns to choose among, as `Pattern` or text. Windows that cover all texts are left out beside exact.
         ring: the ranks over which texts are sharded; None for the ring that the model was patched with, if any.
         budget_of: the cost, counted for the longest text. "flops" counts its query-key pairs. "cache_reads" counts the rows of
             the key/value cache that attention reads for the next token. "cache" counts the rows that `ra.PatternCache` keeps.
