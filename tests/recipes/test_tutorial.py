@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import re
-import shlex
 import shutil
 
 import pytest
@@ -19,12 +18,11 @@ import hf_ring_attention as ra
 from hf_ring_attention.cli.loading import load_model
 from tests.support.checkpoints import save_tiny_checkpoint
 from tests.support.programs import run_program
+from tests.support.reader import COMMAND_LINE, TIMEOUT, Reader
 from tests.support.recipe_runs import ENVIRONMENT, RECIPES, refused, run
 
 PAGE = RECIPES / "guide" / "tutorial.md"
 ROOT = RECIPES.parent
-#: Seconds for one command, which takes some seconds.
-TIMEOUT = 120
 #: Beside the fifth step, Ctrl-C reaches each process.
 STOPPED = """
 import os, signal, finetune
@@ -36,7 +34,6 @@ def stopped(*args, **options):
 finetune.batch_loss = stopped
 finetune.main()
 """
-COMMAND_LINE = "from hf_ring_attention.cli.main import main\nmain()\n"
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}assistant: {% endif %}"
 #: Lines of the page that a model writes.
@@ -54,38 +51,14 @@ def save_model(folder):
     (folder / "chat_template.jinja").write_text(TEMPLATE)
 
 
-class Reader:
-    """Follows the page in a folder: saves its programs, and runs its commands."""
+class Student(Reader):
+    """Follows the tutorial with a tiny model; `printed` has what each block printed."""
 
     def __init__(self, folder):
-        self.folder, self.printed = folder, {}
+        super().__init__(folder)
+        self.printed = {}
         save_model(folder / "model")
-        (folder / "recipes").symlink_to(RECIPES)
-        (folder / "command_line.py").write_text(COMMAND_LINE)
         (folder / "stopped.py").write_text(STOPPED)
-        path = os.pathsep.join(map(str, (RECIPES, ROOT)))
-        self.environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path, "HF_DATASETS_CACHE": str(folder / "cache")}
-
-    def run(self, command, stopped=False):
-        """Runs a command of the page; a launcher's processes are forked, and pip has nothing to install."""
-        words = shlex.split(command.replace("$MODEL", "model"), comments=True)
-        processes = 1
-        if words[0] in ("export", "pip"):
-            return ""
-        if words[0] == "torchrun":
-            assert words[1] == "--nproc-per-node"
-            processes, words = int(words[2]), words[3:]
-        elif words[0] == "python":
-            words = words[1:]
-        if words[:2] == ["-m", "hf_ring_attention"] or words[0] == "hf-ring-attention":
-            words = ["command_line.py", *words[2 if words[0] == "-m" else 1 :]]
-        if stopped:
-            words[0] = "stopped.py"
-        options = {"processes": processes, "environment": self.environment, "timeout": TIMEOUT, "folder": self.folder}
-        done = run_program(self.folder / words[0], *words[1:], **options)
-        printed = done.stdout + done.stderr
-        assert done.returncode == (130 if stopped else 0), f"{command}\n{printed[-4000:]}"
-        return printed
 
 
 def plain(text):
@@ -106,7 +79,7 @@ def assert_printed(shown, printed):
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory):
     """Has followed the page; `printed` has the output of each command."""
-    reader, programs = Reader(tmp_path_factory.mktemp("tutorial")), []
+    reader, programs = Student(tmp_path_factory.mktemp("tutorial")), []
     for language, body in blocks():
         if language == "python":  # Its first line names the file.
             (reader.folder / re.match(r"# (\w+\.py)\n", body)[1]).write_text(body)
@@ -116,7 +89,8 @@ def reader(tmp_path_factory):
             reader.printed[body] = ""
             for command in commands:
                 stops = "finetune.py" in command and "--resume" not in command
-                reader.printed[body] += reader.run(command, stopped=stops)
+                how = {"status": 130, "instead": "stopped.py"} if stops else {}
+                reader.printed[body] += reader.run(command.replace("$MODEL", "model"), **how)
     assert all(len(program.splitlines()) <= 13 for program in programs)
     return reader
 
