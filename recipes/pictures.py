@@ -2,7 +2,7 @@
 
 Those of the guides:   python recipes/pictures.py recipes/pictures
 
-This draws whole_rows.png, and decoding.png from bench/decoding.json. Lines differ in markers and dashes, not only in colour.
+This draws whole_rows.png, and decoding.png from bench/decoding.json. A kind of patterns has one colour and one marker.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 from arguments import Help
+from bench.draw import KINDS, kind_of, styles_of
 
 import hf_ring_attention as ra
 
-#: Markers and dashes of lines, in turn.
-STYLES = [{"marker": marker, "linestyle": dashes} for marker, dashes in zip("osv^DX", ("-", "--", "-.", ":") * 2)]
 OWN, OTHERS = "#2f5d9e", "#e4e6ea"
 
 
@@ -35,7 +34,7 @@ def plot_losses(losses: Mapping[str, Sequence[float]], path: Path, window: int =
     figure = _figure(9, 6.5)
     top, bottom = figure.subplots(2, 1, sharex=True)
     first = None
-    for style, (name, values) in zip(itertools.cycle(STYLES), losses.items()):
+    for style, (name, values) in zip(styles_of(losses).values(), losses.items()):
         width = min(window, len(values) - 1)
         mean = np.convolve(values[1:], np.ones(width), "valid") / width  # Nothing predicts the first token.
         first = mean if first is None else first
@@ -52,15 +51,9 @@ def plot_losses(losses: Mapping[str, Sequence[float]], path: Path, window: int =
     figure.savefig(path, dpi=120)
 
 
-def _name_of(pattern: str) -> str:
+def name_of(pattern: str) -> str:
     """Returns a short name: a pattern's text, or the folder of a calibration's file."""
     return Path(pattern).parent.name or Path(pattern).stem if pattern.endswith(".json") else pattern
-
-
-def _kind_of(pattern: str) -> str:
-    """Returns the kind of a pattern; its patterns are a line: windows, windows with sinks, calibrations and others."""
-    kind = "calibrations" if pattern.endswith(".json") else pattern.partition(":")[0]
-    return "windows and sinks" if kind == "window" and "+" in pattern else kind
 
 
 def plot_quality(figures: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -68,21 +61,23 @@ def plot_quality(figures: Sequence[Mapping[str, Any]], path: Path) -> None:
     from matplotlib.transforms import Bbox
 
     figure = _figure(8, 4.6)
-    axis, named = figure.subplots(), []
-    for number, kind in enumerate(dict.fromkeys(_kind_of(row["pattern"]) for row in figures)):
-        rows = [row for row in figures if _kind_of(row["pattern"]) == kind]
-        points = sorted((row["flop_share"], row["perplexity"], _name_of(row["pattern"])) for row in rows)
-        axis.plot(*list(zip(*points))[:2], label=kind, **STYLES[number % len(STYLES)])
+    axis, named, kinds = figure.subplots(), [], {}
+    for row in figures:
+        kinds.setdefault(kind_of(row["pattern"]), []).append(row)
+    for (kind, rows), style in zip(kinds.items(), styles_of(rows[0]["pattern"] for rows in kinds.values()).values()):
+        points = sorted((row["flop_share"], row["perplexity"], name_of(row["pattern"])) for row in rows)
+        axis.plot(*list(zip(*points))[:2], label=kind, **style)
         named += [(*point, kind == "calibrations") for point in points]
-    axis.set_xlim(0, 1.04)
+    axis.set_xlim(-0.02, 1.04)
     axis.margins(y=0.1)
     axis.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     axis.set_xlabel("attention FLOPs, as a share of exact attention's", fontsize=11)
     axis.set_ylabel("perplexity", fontsize=11)
     axis.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=4, fontsize=10, frameon=False)
+    figure.legend(loc="outside lower center", ncols=6, fontsize=10, frameon=False)
     figure.draw_without_rendering()  # Now the places of points are known.
-    taken = [Bbox.from_bounds(*axis.transData.transform(point[:2]) - 4, 8, 8) for point in named]
+    dots = np.concatenate([line.get_path().interpolated(20).vertices for line in axis.get_lines()])
+    taken = [Bbox.from_bounds(*dot - 4, 8, 8) for dot in axis.transData.transform(dots)]
     for *point, name, below in named:
         text = axis.annotate(name, point, (0, 0), textcoords="offset points", fontsize=10)
         for side, height in itertools.product((6, -6), (-16, 5, -31, 20) if below else (5, -16, 20, -31)):
@@ -99,13 +94,15 @@ def plot_quality(figures: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def plot_layer(rows: Sequence[Mapping[str, Any]], tokens: int, path: Path) -> None:
-    """Draws the seconds and the MiB of layer.py as bars, with their numbers."""
+    """Draws the seconds and the MiB of layer.py as bars, with their numbers; bars of rings are hatched."""
     figure = _figure(8, 0.9 + 0.42 * len(rows))
     axes = figure.subplots(1, 2, sharey=True)
     names = [f"{row['attention']}, {row['processes']} process" + "es" * (row["processes"] > 1) for row in rows]
     columns = ("seconds", "seconds", 1, 2), ("MiB of a process", "bytes", 2**20, 0)
     for axis, (label, name, unit, digits) in zip(axes, columns):
-        bars = axis.barh(names, [row[name] / unit for row in rows], color=OTHERS, edgecolor="black", hatch="//")
+        colours = [KINDS[kind_of(row["attention"])][0] for row in rows]
+        hatches = ["//" * (row["processes"] > 1) for row in rows]
+        bars = axis.barh(names, [row[name] / unit for row in rows], color=colours, edgecolor="white", hatch=hatches)
         axis.bar_label(bars, fmt=f"%.{digits}f", padding=3)
         axis.set_xlabel(label, fontsize=11)
         axis.margins(x=0.2)
@@ -119,13 +116,11 @@ def plot_decoding(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draws the milliseconds of a token and the MiB of the cache by the tokens in it, a line for each attention."""
     figure = _figure(8, 4)
     axes = figure.subplots(1, 2)
-    for number, name in enumerate(dict.fromkeys(row["attention"] for row in rows)):
+    for name, style in styles_of(dict.fromkeys(row["attention"] for row in rows)).items():
         own = [row for row in rows if row["attention"] == name]
-        tokens = [row["tokens"] for row in own]
-        style = STYLES[number % len(STYLES)] | {"color": f"C{number}", "markerfacecolor": "none"}
-        label = Path(name).stem if name.endswith(".json") else name
-        axes[0].plot(tokens, [row["ms"] for row in own], label=label, **style)
-        axes[1].plot(tokens, [row["bytes"] / 2**20 for row in own], **style)
+        tokens, hollow = [row["tokens"] for row in own], style | {"fillstyle": "none"}
+        axes[0].plot(tokens, [row["ms"] for row in own], label=name_of(name), **hollow)
+        axes[1].plot(tokens, [row["bytes"] / 2**20 for row in own], **hollow)
     for axis, label in zip(axes, ("milliseconds of a token", "MiB of the cache")):
         axis.set(xscale="log", yscale="log")
         axis.set_xlabel("tokens in the cache", fontsize=11)

@@ -46,6 +46,7 @@ from arguments import (
     token_count,
 )
 from bench.timing import Several
+from pictures import name_of
 
 import hf_ring_attention as ra
 
@@ -180,12 +181,12 @@ def plot(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> None:
         image = panel.imshow(values, vmin=0, vmax=1, cmap="cividis", aspect="auto")
         for (row, column), value in np.ndenumerate(values):
             panel.text(column, row, f"{value:.2f}", ha="center", va="center", color="k" if value > 0.5 else "w")
-        panel.set_title(f"{task}, {pattern}", fontsize=8)
+        panel.set_title(f"{task}, {name_of(pattern)}", fontsize=9)
         panel.set_xticks(range(len(args.lengths)), args.lengths)
         panel.set_yticks(range(len(args.depths)), [f"{depth:.0%}" for depth in args.depths])
     figure.supxlabel("tokens", fontsize=9)
     figure.supylabel("depth of the number", fontsize=9)
-    figure.colorbar(image, ax=list(panels.flat), label=f"probability among {CANDIDATES}")
+    figure.colorbar(image, ax=list(panels.flat), label=f"probability among {CANDIDATES} numbers")
     with checkpoints.writing(str(args.plot), args.plot.parent, "make space there, or name a file on another disk"):
         figure.savefig(args.plot, dpi=120)
 

@@ -45,19 +45,20 @@ def plot_pattern_command(args: Namespace) -> None:
       hf-ring-attention plot pattern --pattern window:512+4 --plot a.png
       hf-ring-attention plot pattern --model ./folder --tokens 32k --plot b.png
     """
-    texts, heads = [*(args.pattern or ()), *args.words], args.heads or 8
-    patterns = {text: checked("--pattern", Pattern.parse, text) for text in texts}
-    if args.model is None:
-        kv_heads = key_value_heads(heads, args.kv_heads)
-    else:
-        attention = attention_of_config(args, None)
-        heads, kv_heads = attention.num_heads, attention.num_kv_heads
-        for pattern, numbers in attention.layers_of_patterns().items():
-            patterns[f"{pattern}, layers {layer_numbers(numbers)}"] = pattern
-    if not patterns:
-        raise Refusal("a pattern such as window:512+4, or --model, was expected", "--pattern")
+    patterns = {text: checked("--pattern", Pattern.parse, text) for text in [*(args.pattern or ()), *args.words]}
+    attention = None if args.model is None else attention_of_config(args, None)
+    heads = attention.num_heads if attention else args.heads or 8
+    kv_heads = attention.num_kv_heads if attention else key_value_heads(heads, args.kv_heads)
     if args.head is not None and args.head >= heads:
         raise Refusal(f"heads are numbered 0 to {heads - 1}, got {args.head}", "--head")
+    kv_shown = range(kv_heads) if args.head is None else [args.head * kv_heads // heads]
+    layers: dict[Pattern, list[int]] = {}
+    for number, pattern in zip(attention.numbers, attention.layers) if attention else ():
+        for of_head in dict.fromkeys(map(pattern.of_kv_head, kv_shown)):
+            layers.setdefault(of_head, []).append(number)
+    patterns |= {f"{pattern}, layers {layer_numbers(numbers)}": pattern for pattern, numbers in layers.items()}
+    if not patterns:
+        raise Refusal("a pattern such as window:512+4, or --model, was expected", "--pattern")
     for pattern in patterns.values():
         checked("--pattern", pattern.check_heads, kv_heads, "the picture")
     shape: dict[str, Any] = {"head": args.head, "num_heads": heads, "num_kv_heads": kv_heads}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +34,9 @@ UNSEEN, FUTURE, SINKS = "#12121f", "#d8d8dc", "#19d3f3"
 SQUARES = 256
 #: Shares of a square below this are drawn as this one.
 FAINTEST = 1 / 64
+#: The colours and markers of patterns' lines; recipes/bench/draw.py has the same.
+KINDS = {"exact": "#0077bb o", "window:*+*": "#d55e00 v", "window:*": "#f3c440 X", "pyramid:*": "#2fb28c ^"}
+KINDS |= {"longnet:*": "#e29ac6 D", "*.json": "#5a1258 P", "*": "#484848 *"}
 COMPUTE, SEND, WAIT = ("#2f5d9e", "#5b86c0"), "#f0a030", "#d9534f"
 #: The groups of an estimate's parts, from below: words in their names, and the hatch.
 GROUPS = {
@@ -58,9 +63,11 @@ def plot_patterns(
     patterns: Mapping[str, Pattern], length: int, path: Path, *, head: int | None, num_heads: int, num_kv_heads: int
 ) -> None:
     """Draws the keys that a head sees under each pattern, or for None any of the heads, in a document of any length."""
-    wide = 1.8 + len(patterns) * max(2.05, 0.069 * max(map(len, patterns)))
-    figure = Figure(figsize=(wide, 3.6), layout="constrained")
-    axes = figure.subplots(1, len(patterns), squeeze=False)[0]
+    titles = {name: textwrap.fill(name, 30, break_long_words=False) for name in patterns}
+    columns, rows = min(len(patterns), 4), -(-len(patterns) // 4)
+    wide = 1.6 + columns * max(2.05, 0.069 * max(map(len, "\n".join(titles.values()).split("\n"))))
+    figure = Figure(figsize=(wide, 1 + 2.6 * rows), layout="constrained")
+    axes = [figure.add_subplot(rows, columns, n + 1, xlabel="key position") for n in range(len(patterns))]
     colours = LinearSegmentedColormap.from_list("seen", ["#5b2a86", "#b5367a", "#f1605d", "#feb078", "#fcfdbf"])
     handles = [Patch(color=UNSEEN, label="not seen"), Patch(color=FUTURE, label="the future")]
     seen = seen_under(patterns, length, SQUARES, head=head, num_heads=num_heads, num_kv_heads=num_kv_heads)
@@ -74,17 +81,16 @@ def plot_patterns(
         if visible.sinks:
             width = max(visible.sinks, length / 60)  # Sinks are a few pixels wide, however long the document is.
             axis.add_patch(Rectangle((0, 0), width, length, color=SINKS, linewidth=0, zorder=3))
-            if len(handles) == 2:
-                handles.insert(0, Patch(color=SINKS, label="sinks (drawn wide enough to see)"))
-        axis.set_title(f"{name}\n" + text.replace(" of the", "\nof the"), fontsize=9)
+            handles[:-2] = [Patch(color=SINKS, label="sinks (drawn wide enough to see)")]
+        axis.set_title(f"{titles[name]}\n" + text.replace(" of the", "\nof the"), fontsize=9)
         ticks = [length * i // 4 for i in range(5)] if length % 4 == 0 else [0, length]
         axis.set_xticks(ticks, map(short_count, ticks))
         axis.set_yticks(ticks, map(short_count, ticks))
-        axis.set_xlabel("key position")
-    axes[0].set_ylabel("query position")
+    for axis in axes[::columns]:
+        axis.set_ylabel("query position")
     seen_by = f"any of {num_heads} heads sees" if head is None else f"head {head} of {num_heads} sees"
-    bar = figure.colorbar(image, ax=list(axes), shrink=0.8, label=f"share of the pairs that\n{seen_by} (log scale)")
-    bar.set_ticks([1 / 64, 1 / 16, 1 / 4, 1], labels=["1/64 or less", "1/16", "1/4", "all"])
+    bar = figure.colorbar(image, ax=axes, shrink=0.8 / rows, label=f"share of the pairs that\n{seen_by} (log scale)")
+    bar.set_ticks([1 / 64, 1 / 16, 1 / 4, 1], labels=["≤ 1/64", "1/16", "1/4", "all"])
     bar.minorticks_off()
     # A single panel is narrower than the entries side by side.
     _save(figure, path, handles, len(handles) if len(patterns) > 1 else 1)
@@ -121,7 +127,7 @@ def plot_calibration(calibration: Calibration, path: Path) -> None:
     heads = calibration.of_heads()
     layers, most = sorted(heads), max(map(len, heads.values()))
     counts = Counter(str(pattern) for patterns in heads.values() for pattern in patterns)
-    shares = {str(pattern): calibration.share_of(pattern) for pattern in calibration.menu}
+    shares = {str(pattern): calibration.share_of(pattern) for pattern in calibration.menu if counts[str(pattern)]}
     width = max(0.36, 0.085 * max(map(len, counts))) if most <= MOST_HEADS_WITH_TEXT else 0.36
     figure = Figure(figsize=(max(4.8, 1.9 + most * width), 2.4 + 0.24 * len(layers)), layout="constrained")
     norm, colours, axis = LogNorm(min(shares.values()), 1), colormaps["YlGnBu"], figure.subplots()
@@ -133,15 +139,13 @@ def plot_calibration(calibration: Calibration, path: Path) -> None:
                 colour = "white" if norm(shares[pattern]) > 0.55 else "black"
                 axis.text(head, row, pattern, ha="center", va="center", fontsize=7, color=colour)
     axis.imshow(values, norm=norm, cmap=colours, aspect="auto", interpolation="nearest")
-    axis.set(xticks=range(most), xlabel="key/value head", ylabel="layer")
-    axis.set_yticks(range(len(layers)), map(str, layers))
+    axis.set(xticks=range(most), yticks=range(len(layers)), yticklabels=layers, xlabel="key/value head", ylabel="layer")
     axis.tick_params(length=0, labelsize=8)
     tokens = short_count(calibration.seq_len)
     axis.set_title(f"{calibration.flop_share:.1%} of exact attention's FLOPs at {tokens} tokens", fontsize=10)
     handles = [
         Patch(color=colours(norm(share)), label=f"{text}: {share:.1%} of the FLOPs, groups of heads: {counts[text]}")
         for text, share in sorted(shares.items(), key=lambda item: item[1])
-        if counts[text]
     ]
     _save(figure, path, handles, max(1, int(figure.get_figwidth() / 3.6)))
 
@@ -159,8 +163,7 @@ def plot_estimate(answer: Estimate, path: Path) -> None:
     axis, setting = figure.subplots(), answer.setting
     unit = 2 * setting.ring_size
     lengths = [max(unit, round(setting.seq_len * 2.0**power / unit) * unit) for power in range(-3, 3)]
-    parts = [parts_by_bound(answer.shape, replace(setting, seq_len=length)) for length in lengths]
-    bars = [[part for part in of_length if not part.host] for of_length in parts]
+    bars = [[x for x in parts_by_bound(answer.shape, replace(setting, seq_len=n)) if not x.host] for n in lengths]
     floors = np.zeros(len(bars))
     for (group, (_, hatch)), colour in zip(GROUPS.items(), colormaps["Pastel1"](range(len(GROUPS)))):
         heights = np.array([sum(x.bytes for x in bar if group_of_part(x.name) == group) for bar in bars]) / 2**30
@@ -189,7 +192,8 @@ def plot_perplexities(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     ends = {row["pattern"]: row["perplexity"] for row in of_text}
     for number, pattern in enumerate(sorted(ends, key=lambda name: -ends[name])):  # The names stand as lines end.
         points = [(row["length"], row["perplexity"]) for row in of_text if row["pattern"] == pattern]
-        axis.plot(*zip(*points), ("o-", "s--", "v-.", "^:", "D-", "x--")[number % 6], label=pattern)
+        colour, marker = next(style for form, style in KINDS.items() if fnmatch(pattern, form)).split()
+        axis.plot(*zip(*points), marker + ("-", "--", "-.", ":")[number % 4], color=colour, label=pattern)
     axis.set_xscale("log", base=2)
     axis.set_xticks(*zip(*{row["length"]: short_count(row["length"]) for row in of_text}.items()))
     axis.set(xlabel="tokens of the context", ylabel=f"perplexity, {Path(text).name}")

@@ -3,33 +3,63 @@
 The guide's:   python recipes/bench/draw.py recipes/bench/h100.json recipes/bench/cpu.json --plot recipes/pictures/speed.png
 Yours:         python recipes/bench/draw.py gpu.json --plot gpu.png
 
-Lines differ in markers and dashes and are labelled at their ends, so one can read them without colour.
+Lines also differ in markers and dashes and are labelled at their ends, so one can read them without colour.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-#: The patterns that are drawn, and their marker and dashes. A large empty marker shows a line below another line.
-STYLES = {
-    "sdpa": ("s", "-", {"markersize": 11, "markerfacecolor": "none"}),
-    "exact": ("o", "--", {}),
-    "pyramid:512,3": ("^", "-", {"markersize": 11, "markerfacecolor": "none"}),
-    "longnet:2048/1,8192/4,32768/16": ("D", ":", {}),
-    "window:512+4": ("v", "-.", {}),
+#: The kinds of patterns, and the colour and marker of their lines in all pictures. Colours also differ in lightness.
+KINDS = {
+    "sdpa": ("#000000", "s"),
+    "exact": ("#0077bb", "o"),
+    "window with sinks": ("#d55e00", "v"),
+    "window": ("#f3c440", "X"),
+    "pyramid": ("#2fb28c", "^"),
+    "longnet": ("#e29ac6", "D"),
+    "calibrations": ("#5a1258", "P"),
+    "others": ("#484848", "*"),
+}
+#: The patterns that are drawn. A large empty marker shows a line below another line.
+LARGE = {"markersize": 11, "fillstyle": "none"}
+PATTERNS: dict[str, dict[str, Any]] = {
+    "sdpa": LARGE,
+    "exact": {},
+    "pyramid:512,3": LARGE,
+    "longnet:2048/1,8192/4,32768/16": {},
+    "window:512+4": {},
 }
 #: The figures that are drawn, from left to right, and their names.
 FIGURES = {"both ms": "milliseconds, forward and backward", "peak GiB": "GiB at the peak, beside inputs"}
 
 
+def kind_of(pattern: str) -> str:
+    """Returns the kind of a pattern, or of a calibration's file."""
+    kind = "calibrations" if pattern.endswith(".json") else re.split(r"\W", pattern)[0]
+    kind = "window with sinks" if kind == "window" and "+" in pattern else kind
+    return kind if kind in KINDS else "others"
+
+
+def styles_of(patterns: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Returns the style of each pattern's line: the colour and the marker of its kind, and dashes in turn."""
+    names = ("color", "marker", "linestyle")
+    return {
+        pattern: dict(zip(names, (*KINDS[kind_of(pattern)], dashes)))
+        for pattern, dashes in zip(patterns, itertools.cycle(("-", "--", "-.", ":")))
+    }
+
+
 def lines_of(speed: Sequence[Mapping[str, Any]], figure: str) -> dict[str, list[tuple[int, float]]]:
     """Returns (tokens, figure) for each pattern that is drawn; sdpa has its faster backend for each length."""
     lines: dict[str, list[tuple[int, float]]] = {}
-    for name in STYLES:
+    for name in PATTERNS:
         rows: dict[int, Mapping[str, Any]] = {}
         for row in speed:
             if row["name"] == name or (name == "sdpa" and row["name"].startswith("sdpa ")):
@@ -64,6 +94,8 @@ def draw(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
             _draw_lines(axis, lines_of(run["speed"], figure), figure)
             axis.set_ylabel(label, fontsize=11)
         part.suptitle(run["machine"]["device"], fontsize=11)
+    shown = ", ".join(name for name in PATTERNS if ":" in name)
+    picture.supxlabel(f"sdpa: torch's own exact attention. Patterns: {shown}", fontsize=10)
     picture.savefig(path, dpi=100)
 
 
@@ -71,9 +103,9 @@ def _draw_lines(axis: Any, lines: Mapping[str, Sequence[tuple[int, float]]], fig
     """Draws the lines of a figure, with their names at their ends."""
     if not lines:
         raise ValueError(f"expected rows of speed with {figure!r}, found none: measure them on a GPU")
+    styles = styles_of(PATTERNS)
     for name, points in lines.items():
-        marker, dashes, more = STYLES[name]
-        axis.plot(*zip(*points), marker=marker, linestyle=dashes, color="black", linewidth=1.3, **more)
+        axis.plot(*zip(*points), **styles[name] | PATTERNS[name])
     axis.set_xscale("log", base=2)
     axis.set_yscale("log", subs=())
     last = max(points[-1][0] for points in lines.values())

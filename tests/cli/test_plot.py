@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from transformers import Gemma3TextConfig
+from transformers import Gemma3TextConfig, LlamaConfig
 
 import hf_ring_attention as ra
 from hf_ring_attention.cli.pictures import DARK, SINK, pattern_lines, visible_pairs
@@ -59,6 +59,19 @@ def test_the_patterns_of_a_models_layers(tmp_path, command, refusal):
     names = re.findall(r"^(.*), 8k tokens: one head sees \S+ of the pairs, 6 heads ", printed, re.MULTILINE)
     assert names == ["exact", "window:512, layers 0-1, 3", "pyramid:512,3, layers 2"]
     assert "--heads: --model has it already" in refusal(f"plot pattern --model {tmp_path} --heads 4")
+
+
+def test_the_patterns_of_a_calibrated_models_heads(tmp_path, command):
+    """Each pattern once, with the layers in which a head has it; of one head those that it has."""
+    config = LlamaConfig(hidden_size=96, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2)
+    layers = [["exact", "window:64+4"], ["window:64+4"] * 2, ["window:8", "exact"], ["exact"] * 2]
+    ra.patch_config(config, [ra.Pattern.by_kv_head(heads) for heads in layers])
+    config.save_pretrained(tmp_path)
+    every = ["exact, layers 0, 2-3", "window:64+4, layers 0-1", "window:8, layers 2"]
+    last = ["window:64+4, layers 0-1", "exact, layers 2-3"]
+    for words, expected in (("", every), ("--head 5", last)):
+        printed = command(f"plot pattern --model {tmp_path} --tokens 1k {words}")
+        assert re.findall(r"^(.*), 1k tokens: ", printed, re.MULTILINE) == expected
 
 
 def test_layouts_as_text(command):

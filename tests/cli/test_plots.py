@@ -90,6 +90,19 @@ def test_perplexities_are_lines_by_length_of_all_texts(tmp_path, saved_figures):
     assert [text.get_text() for text in axis.get_xticklabels()[-2:]] == ["512", "1k"]
 
 
+def test_many_patterns_stand_in_rows_of_four(tmp_path, saved_figures):
+    """As those of a calibrated model, whose titles are long: none reaches into the next."""
+    layers = ", layers 0-3, 5, 7, 9, 11, 13, 15, 17, 19-29"
+    patterns = {f"window:{2**power}+4{layers}": Pattern.parse(f"window:{2**power}+4") for power in range(3, 13)}
+    plots.plot_patterns(patterns, 4096, tmp_path / "a.png", head=0, num_heads=8, num_kv_heads=8)
+    (figure,) = saved_figures
+    assert (120 * figure.get_size_inches() < 1300).all()
+    figure.draw_without_rendering()  # Its places at its own resolution.
+    boxes = [axis.title.get_window_extent() for axis in figure.axes[:10]]
+    assert all(box.count_overlaps(boxes) == 1 for box in boxes)
+    assert len({round(box.y0) for box in boxes}) == 3
+
+
 def test_patterns_fit_a_page(tmp_path, saved_figures):
     """Text of 800 pixels is legible: its height is at least 10 pixels."""
     patterns = {text: Pattern.parse(text) for text in ("exact", "window:512+4", "pyramid:512,3", "longnet:512/1,all/8")}
