@@ -142,7 +142,7 @@ def plot_whole_rows(path: Path, ranks: int = 4) -> None:
     from matplotlib.patches import Rectangle
 
     pieces = range(2 * ranks)
-    layout = ra.explain("exact", seq_len=len(pieces), world_size=ranks, num_heads=1, head_dim=1).layout
+    layout = ra.explain("exact", seq_len=len(pieces), ring_size=ranks, num_heads=1, head_dim=1).layout
     figure = _figure(8, 1.2 + 0.7 * ranks)
     axis = figure.subplots()
 

@@ -44,7 +44,7 @@ import hf_ring_attention as ra
 
 pattern = ra.Pattern.parse("pyramid:64,3")
 assert 0 < pattern.flop_share(4096) < 1
-ra.explain(pattern, seq_len=4096, world_size=4, num_heads=8, head_dim=64)
+ra.explain(pattern, seq_len=4096, ring_size=4, num_heads=8, head_dim=64)
 ra.SequenceLayout("zigzag", 64, 2), ra.supported_models(), dir(ra)
 """
 

@@ -91,7 +91,7 @@ def test_costs_are_those_of_the_patterns():
     heads = {"num_heads": 32, "num_kv_heads": 8}
     for name, *costs in ROWS:
         pattern = ra.Pattern.parse(name.strip("`"))
-        cache = ra.explain(pattern, seq_len=131072, world_size=1, **heads, head_dim=128).cache
+        cache = ra.explain(pattern, seq_len=131072, ring_size=1, **heads, head_dim=128).cache
         kept = 32 * cache.kept  # layers
         size = f"{kept / 2**30:.1f} GiB" if kept >= 2**30 else f"{kept / 2**20:.1f} MiB"
         assert costs[:3] == [*(f"{pattern.flop_share(tokens, **heads):.1%}" for tokens in (4096, 131072)), size], name

@@ -137,7 +137,7 @@ def _print_patterns(calibration: Calibration, model: str) -> None:
         shares, count = (f"{calibration.share_of(pattern, of):.1%}" for of in ("flops", "cache")), counts[pattern]
         rows.append((pattern, *shares, count, f"{count / total:.0%}", layers))
     notes = [
-        "FLOPs, cache: of exact attention's, in a group with this pattern; share: of all groups",
+        "FLOPs, cache: shares of exact attention's in a group; share: of all groups",
         f"{calibration.flop_share:.2%} of exact attention's FLOPs at {short_count(calibration.seq_len)} tokens",
         f"{calibration.share('cache'):.2%} of its cache (ra.PatternCache)",
         f"{calibration.share('cache_reads'):.2%} of its reads of the cache for the next token",

@@ -16,7 +16,7 @@ from ..plan.choices import check_choices
 from ..plan.patterns import Pattern
 from ..plan.problem import Documents
 from ..plan.traffic import RankTraffic, short_bytes
-from .options import Parser, Refusal, above_zero, at_least, checked
+from .options import Parser, Refusal, at_least, checked
 from .output import MOST_SHOWN, layer_numbers, plural, print_table, short_count, short_number, terminal, wrote_json
 
 #: Another transport is named if it is at least this many times as fast.
@@ -34,9 +34,7 @@ def add_explain(parser: Parser) -> None:
     parser.add_choice("--dtype", ("float32", "bfloat16", "float16", "float64"), "Data type", "bfloat16")
     add("--batch-size", metavar="N", type=at_least(1), default=1, help="Rows in a batch (default 1).")
     add("--bidirectional", action="store_true", help="Let queries also see later keys.")
-    text = "Gbit/s of links between ranks, for the table of times (default 3600, like NVLink 4, and 400)."
-    add("--gbps", metavar="X", nargs="+", type=above_zero(), default=[3600, 400], help=text)
-    add("--tflops", metavar="X", type=above_zero(), default=400, help="TFLOP/s of a device (default 400).")
+    parser.add_speeds()
     parser.add_transport()
     parser.add_json()
 
@@ -58,7 +56,7 @@ def explain_command(args: Namespace) -> None:
     attention = attention_of(args)
     rows = documents_of_lengths(args.documents, args.tokens)
     call = {name: getattr(args, name) for name in ("layout", "transport", "dtype", "batch_size")}
-    call |= {"seq_len": args.tokens, "world_size": args.ranks, "heads": args.ring_heads}
+    call |= {"seq_len": args.tokens, "ring_size": args.ranks, "heads": args.ring_heads}
     call |= {"causal": not args.bidirectional, "documents": None if rows is None else rows * args.batch_size}
     step = checked(None, explain_layers, attention, **call)
     times = [_times(args, call) if args.ranks > 1 else {} for _, call in step.calls]

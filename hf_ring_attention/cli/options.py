@@ -109,6 +109,11 @@ class Parser(argparse.ArgumentParser):
     def add_layout(self) -> None:
         self.add_choice("--layout", ("auto", *get_args(LayoutKind)), "How the row is divided among the ranks", "auto")
 
+    def add_speeds(self) -> None:
+        add, text = self.add_argument, "Gbit/s of links between ranks (default 3600, like NVLink 4, and 400)."
+        add("--gbps", metavar="X", nargs="+", type=above_zero(), default=[3600, 400], help=text)
+        add("--tflops", metavar="X", type=above_zero(), default=400, help="TFLOP/s of a device (default 400).")
+
     def add_transport(self) -> None:
         self.add_choice("--transport", get_args(TransportKind), "How keys travel", "auto")
         text = "With --transport heads: how many neighbours exchange heads (default: all ranks)."

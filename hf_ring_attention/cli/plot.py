@@ -12,7 +12,7 @@ from ..plan.choices import decide_layout
 from ..plan.patterns import Pattern
 from ..plan.problem import Problem
 from .explain import attention_of, attention_of_config, documents_of_lengths, key_value_heads
-from .options import Parser, Refusal, above_zero, at_least, checked, token_count
+from .options import Parser, Refusal, at_least, checked, token_count
 from .output import layer_numbers, short_count, terminal
 from .pictures import layout_lines, lines_of_patterns, timeline_summary
 
@@ -82,7 +82,7 @@ def plot_layout_command(args: Namespace) -> None:
     Examples:
       hf-ring-attention plot layout --tokens 128k --ranks 8
     """
-    row: dict[str, Any] = {"seq_len": args.tokens, "world_size": args.ranks, "layout": args.layout}
+    row: dict[str, Any] = {"seq_len": args.tokens, "ring_size": args.ranks, "layout": args.layout}
     row |= {"documents": documents_of_lengths(args.documents, args.tokens), "transport": "ring"}
     heads = Pattern.parse(args.pattern).num_kv_heads or 1
     call = checked(None, explain, args.pattern, num_heads=heads, head_dim=1, **row)
@@ -91,9 +91,7 @@ def plot_layout_command(args: Namespace) -> None:
 
 def add_plot_ring(parser: Parser) -> None:
     parser.add_row()
-    add = parser.add_argument
-    add("--tflops", metavar="X", type=above_zero(), required=True, help="TFLOP/s of a device.")
-    add("--gbps", metavar="X", type=above_zero(), nargs="+", required=True, help="Gbit/s of links between ranks.")
+    parser.add_speeds()
     parser.add_pattern("A pattern (default: the model's, else exact).")
     parser.add_model("Take heads from this model's config.json.")
     parser.add_heads()

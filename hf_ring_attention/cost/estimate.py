@@ -202,7 +202,7 @@ def estimate(
     if size > MOST_GATHERED:
         raise ValueError(f"estimate: mixers gather rows of {size} bytes, of {MOST_GATHERED} at most: shorten the rows")
     call = {name: given[name] for name in ("seq_len", "layout", "dtype", "batch_size", "transport", "heads")}
-    _, exchanges = explain_calls(shape.attention, world_size=setting.ring_size, **call)
+    _, exchanges = explain_calls(shape.attention, ring_size=setting.ring_size, **call)
     source = "exact, from the plans of all ranks (plan/traffic.py)"
     buffers: dict[int, MemoryPart] = {}
     for numbers, of_kind in exchanges:

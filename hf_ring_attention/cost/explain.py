@@ -70,7 +70,7 @@ class Explanation:
         pieces_of_heads: the exchanges of heads in a pass, each of a piece of the heads.
 
     Example:
-        >>> call = ra.explain("window:512+4", seq_len=65536, world_size=4, num_heads=32, num_kv_heads=8, head_dim=128)
+        >>> call = ra.explain("window:512+4", seq_len=65536, ring_size=4, num_heads=32, num_kv_heads=8, head_dim=128)
         >>> call.layout.kind, call.decision.choice, round(call.imbalance, 3)
         ('contiguous', 'collective', 1.004)
         >>> [share.collective.forward.received for share in call.ranks]  # bytes
@@ -175,7 +175,7 @@ def explain(
     pattern: Pattern | str,
     *,
     seq_len: int,
-    world_size: int,
+    ring_size: int,
     num_heads: int,
     num_kv_heads: int | None = None,
     head_dim: int,
@@ -188,12 +188,12 @@ def explain(
     transport: TransportKind = "auto",
     heads: int | None = None,
 ) -> Explanation:
-    """Explains a call of `ring_attention` with sequences of `seq_len` tokens over `world_size` ranks; nothing runs.
+    """Explains a call of `ring_attention` with sequences of `seq_len` tokens over `ring_size` ranks; nothing runs.
 
     Args:
         pattern: the keys that a query sees.
         seq_len: tokens of a sequence.
-        world_size: the number of ranks that share it.
+        ring_size: the number of ranks that share it.
         num_heads, head_dim: query heads, and the width of q and k.
         num_kv_heads: None for `num_heads`.
         value_dim: width of v; None for `head_dim`.
@@ -207,7 +207,7 @@ def explain(
         ValueError: a call that `Ring` or `ring_attention` would refuse.
 
     Example:
-        >>> print(ra.explain("window:512+4", seq_len=65536, world_size=4, num_heads=32, num_kv_heads=8, head_dim=128))
+        >>> print(ra.explain("window:512+4", seq_len=65536, ring_size=4, num_heads=32, num_kv_heads=8, head_dim=128))
         pattern    window:512+4
         sequence   65536 tokens over 4 ranks: 16384 each
         layout     contiguous: with contiguous pieces the busiest rank does 1.00 times the mean work
@@ -218,26 +218,26 @@ def explain(
     """
     pattern = as_pattern(pattern, "explain")
     itemsize, accumulated = number_bytes(dtype)
-    check_choices("auto" if isinstance(layout, SequenceLayout) else layout, transport, world_size, heads)
+    check_choices("auto" if isinstance(layout, SequenceLayout) else layout, transport, ring_size, heads)
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     pattern.check_heads(num_kv_heads, "explain")
     value_dim = head_dim if value_dim is None else value_dim
     numbers = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim}
-    for name, number in (numbers | {"batch_size": batch_size}).items():
+    for name, number in (numbers | {"batch_size": batch_size, "ring_size": ring_size}).items():
         check_count("explain", name, number)
-    # Layouts refuse lengths and world sizes below 1.
-    layouts = [SequenceLayout(kind, seq_len, world_size) for kind in ("contiguous", "zigzag")]
+    # Layouts refuse lengths below 1.
+    layouts = [SequenceLayout(kind, seq_len, ring_size) for kind in ("contiguous", "zigzag")]
     given_rows = documents_of(documents, seq_len, "explain")
     rows = (((0, seq_len),),) * batch_size if given_rows is None else given_rows
     if isinstance(layout, SequenceLayout):
         division, layout_decision = layout, Decision(layout.kind, "it was decided for another pattern of the model")
     else:
-        division, layout_decision = decide_layout(layout, seq_len, world_size, pattern, given_rows, transport, heads)
+        division, layout_decision = decide_layout(layout, seq_len, ring_size, pattern, given_rows, transport, heads)
     call: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "causal": causal}
     problem, widths = Problem(pattern, division, rows, **call, settings=RingSettings(heads=heads)), head_dim + value_dim
     sizes = RowBytes(widths * itemsize, widths * accumulated)
     problem, decision = decide_call(transport, problem, sizes)
-    layouts.append(balanced_layout(seq_len, world_size, pattern, rows))
+    layouts.append(balanced_layout(seq_len, ring_size, pattern, rows))
     cache = None
     if causal and all(len(row) == 1 for row in rows):
         cache = cache_of_layer(pattern, num_kv_heads, seq_len, len(rows), sizes.row_bytes)

@@ -145,7 +145,7 @@ def explain_calls(
     """
     names = "num_heads", "num_kv_heads", "head_dim", "value_dim"
     call |= {name: getattr(attention, name) for name in names} | {"batch_size": batch_size, "dtype": dtype}
-    is_own = attention.is_own(call["world_size"])
+    is_own = attention.is_own(call["ring_size"])
     if is_own and {attention.base, *attention.layers} != {Pattern.exact()}:
         raise ValueError(f"{attention.name!r} takes no pattern over a ring: its attention is that of Transformers")
     base = explain(attention.base, **call | ({"layout": "contiguous"} if is_own else {}))

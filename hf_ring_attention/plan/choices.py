@@ -50,7 +50,7 @@ class Decision:
         heads: the number of neighbours that exchange heads, if the choice is "heads" and not all ranks do.
 
     Example:
-        >>> call = ra.explain("exact", seq_len=8192, world_size=4, num_heads=8, head_dim=64)
+        >>> call = ra.explain("exact", seq_len=8192, ring_size=4, num_heads=8, head_dim=64)
         >>> call.layout_decision.choice, call.layout_decision.reason
         ('zigzag', 'with contiguous pieces the busiest rank does 1.75 times the mean work, in zigzag 1.00')
     """

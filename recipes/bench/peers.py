@@ -56,7 +56,7 @@ def transports(shape: Shape, tokens: int, patterns: Sequence[str], repeats: int)
             rings["zigzag"] = ra.Ring(transport="ring", layout="zigzag")
         calls = {way: call_over(ring, shape, tokens, pattern, documents) for way, ring in rings.items()}
         runs = alternate(calls, repeats)
-        chosen = ra.explain(pattern, seq_len=tokens, world_size=p, documents=documents, **sizes).decision.choice
+        chosen = ra.explain(pattern, seq_len=tokens, ring_size=p, documents=documents, **sizes).decision.choice
         ratios = [ratio(runs, way, "ring") if way in runs else float("nan") for way in WAYS[1:]]
         rows.append([pattern, tokens, len(documents[0]), 1000 * median(runs, "ring"), *ratios, chosen])
     return rows

@@ -70,7 +70,7 @@ def test_help_is_one_screen_of_80_columns_with_examples(name, command):
 def test_explain_prints_what_the_library_finds(options, command):
     printed = command(f"explain {CALL} --pattern window:512+4{options}")
     settings = {"transport": "heads", "heads": 2} if options else {}
-    call = {"seq_len": 8192, "world_size": 4, "num_heads": 8, "num_kv_heads": 2, "head_dim": 32}
+    call = {"seq_len": 8192, "ring_size": 4, "num_heads": 8, "num_kv_heads": 2, "head_dim": 32}
     expected = explain("window:512+4", **call, **settings)
     assert f"{expected.layout.kind}: {expected.layout_decision.reason}"[:60] in printed
     most = max(share.forward_flops for share in expected.ranks) / 1e12
@@ -90,7 +90,7 @@ def test_explain_prints_what_the_library_finds(options, command):
 
 
 def test_explain_adds_up_layers_of_two_kinds(gemma, command):
-    call = {"seq_len": 16384, "world_size": 4}
+    call = {"seq_len": 16384, "ring_size": 4}
     attention = attention_of_model(load_config(gemma), gemma)
     step = explain_layers(attention, **call)
     calls = {str(call.pattern): (layers, call) for layers, call in step.calls}
@@ -126,7 +126,7 @@ def test_explain_counts_the_bytes_of_mixers_apart_from_attention(tmp_path, comma
     ):
         (tmp_path / "config.json").write_text(json.dumps({**HYBRID, **config}))
         attention = attention_of_model(load_config(str(tmp_path)), "x")
-        step = explain_layers(attention, seq_len=8192, world_size=4, batch_size=2)
+        step = explain_layers(attention, seq_len=8192, ring_size=4, batch_size=2)
         ((_, mixers),) = step.mixers
         assert mixers.forward == mixers.backward == (sent, sent)
         ((layers, call),) = step.calls

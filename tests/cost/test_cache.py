@@ -71,12 +71,12 @@ def test_layers_and_heads_that_differ_are_counted_apart(layers):
 
 def test_explain_has_the_cache_of_a_layer():
     heads = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 16, "value_dim": 8}
-    call = ra.explain("window:32+4", seq_len=256, world_size=2, **heads, dtype="float32", batch_size=3)
+    call = ra.explain("window:32+4", seq_len=256, ring_size=2, **heads, dtype="float32", batch_size=3)
     assert (call.cache.kept, call.cache.whole) == (3 * 2 * 36 * 24 * 4, 3 * 2 * 256 * 24 * 4)
     assert "\ncache      0.0 MiB by ra.PatternCache, 0.1 whole\n" in str(call)
-    bidirectional = ra.explain("window:32", seq_len=256, world_size=2, **heads, causal=False)
-    packed = ra.explain("window:32", seq_len=256, world_size=2, **heads, documents=[[(0, 9), (9, 200)]])
-    padded = ra.explain("window:32", seq_len=256, world_size=2, **heads, documents=[[(9, 200)]])
+    bidirectional = ra.explain("window:32", seq_len=256, ring_size=2, **heads, causal=False)
+    packed = ra.explain("window:32", seq_len=256, ring_size=2, **heads, documents=[[(0, 9), (9, 200)]])
+    padded = ra.explain("window:32", seq_len=256, ring_size=2, **heads, documents=[[(9, 200)]])
     assert bidirectional.cache is None and packed.cache is None and padded.cache is not None
     assert "cache" not in str(packed)
 

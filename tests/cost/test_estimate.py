@@ -277,7 +277,7 @@ def test_buffers_are_those_of_explain():
     """Each pattern is planned by itself."""
     assert len(ra.estimate(tiny_config("gpt_oss"), 64).exchanges) == 2
     answer = ra.estimate(LLAMA_8B, 65536, devices=4, pattern="window:4096")
-    call = ra.explain("window:4096", seq_len=65536, world_size=4, num_heads=32, num_kv_heads=8, head_dim=128)
+    call = ra.explain("window:4096", seq_len=65536, ring_size=4, num_heads=32, num_kv_heads=8, head_dim=128)
     assert answer.exchanges["window:4096"].ranks == call.ranks
     assert answer.exchanges["window:4096"].decision == call.decision
     for name in ("ring", "collective", "heads"):

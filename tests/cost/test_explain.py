@@ -38,7 +38,7 @@ def attention(ring, pattern, layout, dtype):
 @pytest.mark.parametrize("transport", ["ring", "collective"])
 def test_what_it_says_happens(name, kind, transport, monkeypatch):
     pattern, p, dtype = CASES[name], 4, torch.bfloat16
-    call = {"seq_len": TOKENS * p - 1, "world_size": p, "num_heads": HEADS, "num_kv_heads": KV_HEADS}
+    call = {"seq_len": TOKENS * p - 1, "ring_size": p, "num_heads": HEADS, "num_kv_heads": KV_HEADS}
     said = ra.explain(pattern, **call, head_dim=WIDTH, dtype=dtype, layout=kind, transport=transport)
     assert said.decision.choice == transport
     held = threading.local()
@@ -86,7 +86,7 @@ def test_what_it_says_happens(name, kind, transport, monkeypatch):
 )
 def test_reference_case(pattern, received, kind, transport):
     """8 key/value heads of 128 in bfloat16, 131072 tokens over 8 ranks: MiB that arrive at a rank in forward, at most."""
-    said = ra.explain(pattern, seq_len=131072, world_size=8, num_heads=32, num_kv_heads=8, head_dim=128)
+    said = ra.explain(pattern, seq_len=131072, ring_size=8, num_heads=32, num_kv_heads=8, head_dim=128)
     assert (said.layout.kind, said.decision.choice) == (kind, transport)
     for name in ("ring", "collective"):
         most = max(getattr(share, name).forward.received for share in said.ranks) / 2**20
@@ -102,7 +102,7 @@ def test_reference_case(pattern, received, kind, transport):
     [
         ({"pattern": 512}, "pattern must be a Pattern, or its text such as .*, got 512"),
         ({"seq_len": 0}, "seq_len must be an integer of at least 1, got 0"),
-        ({"world_size": 0}, "world_size must be an integer of at least 1, got 0"),
+        ({"ring_size": 0}, "ring_size must be an integer of at least 1, got 0"),
         ({"num_heads": 3, "num_kv_heads": 2}, "multiple of the number of key/value heads, got 3 and 2"),
         ({"pattern": "kv0-3=exact"}, "is for 4 key/value heads, and explain has 2"),
         ({"num_kv_heads": 0}, "num_kv_heads must be an integer of at least 1, got 0"),
@@ -113,7 +113,7 @@ def test_reference_case(pattern, received, kind, transport):
     ids=str,
 )
 def test_calls_that_are_refused(changes, message):
-    call = {"pattern": "exact", "seq_len": 64, "world_size": 4, "num_heads": 2, "head_dim": 8} | changes
+    call = {"pattern": "exact", "seq_len": 64, "ring_size": 4, "num_heads": 2, "head_dim": 8} | changes
     refused(message, ra.explain, call.pop("pattern"), **call)
 
 
@@ -132,12 +132,12 @@ def test_logged_once(caplog):
     assert "ring of 2: transport collective, because the busiest of 2 ranks needs" in lines[0]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("ring_size", [2, 3, 4, 8, 16])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_formulas_of_bytes(layout, world_size):
+def test_formulas_of_bytes(layout, ring_size):
     """Those of recipes/guide/clusters.md: G key/value and H query heads of D numbers of 2 bytes, n tokens, p ranks."""
-    n, h, g, d, p = 48 * 96, 48, 16, 64, world_size
-    sizes = {"seq_len": n, "world_size": p, "num_heads": h, "num_kv_heads": g, "head_dim": d}
+    n, h, g, d, p = 48 * 96, 48, 16, 64, ring_size
+    sizes = {"seq_len": n, "ring_size": p, "num_heads": h, "num_kv_heads": g, "head_dim": d}
     call = ra.explain("exact", **sizes, layout=layout, transport="ring")
     for way in ("ring", "collective"):
         shares = [getattr(share, way) for share in call.ranks]
@@ -189,7 +189,7 @@ def test_a_slow_link_is_waited_for_and_a_fast_one_is_not():
 
 # The times of a layer by each transport, from its plan and two speeds.
 
-CALL = {"seq_len": 4096, "world_size": 4, "num_heads": 8, "num_kv_heads": 4, "head_dim": 64}
+CALL = {"seq_len": 4096, "ring_size": 4, "num_heads": 8, "num_kv_heads": 4, "head_dim": 64}
 FLOPS = 1e12
 
 
@@ -224,7 +224,7 @@ def test_what_is_hidden_is_part_of_computing_and_of_moving():
     collective = times("window:64", 1e12)[1]["collective"]
     assert 0 < collective.hidden < collective.moving  # gradients travel after computing
     # Two heads of keys for each of two ranks arrive in two pieces, and one head for each of four at once.
-    assert times("exact", 1e12, world_size=2, seq_len=1 << 16)[1]["heads"].hidden > 0
+    assert times("exact", 1e12, ring_size=2, seq_len=1 << 16)[1]["heads"].hidden > 0
     assert times("exact", 1e12)[1]["heads"].hidden == 0
 
 

@@ -105,9 +105,9 @@ def test_decoders_that_gather_over_rings_only():
     attention = attention_of_model(config, "bart", "window:4")
     (cache,) = (size for _, size in attention.caches(64, 1, 2).values())
     assert cache.kept < cache.whole
-    assert str(explain_layers(attention, seq_len=64, world_size=1).calls[0][1].pattern) == "window:4"
-    refused("takes no pattern over a ring", explain_layers, attention, seq_len=64, world_size=2)
-    over_ring = explain_layers(attention_of_model(config, "bart"), seq_len=64, world_size=2)
+    assert str(explain_layers(attention, seq_len=64, ring_size=1).calls[0][1].pattern) == "window:4"
+    refused("takes no pattern over a ring", explain_layers, attention, seq_len=64, ring_size=2)
+    over_ring = explain_layers(attention_of_model(config, "bart"), seq_len=64, ring_size=2)
     assert over_ring.base.layout.kind == "contiguous" and over_ring.calls[0][1].decision.choice == "gathered"
     refused("scores grow with the square of the row", ra.estimate, config, 64, devices=2)
 
