@@ -6,14 +6,14 @@ import os
 import sys
 from argparse import Namespace
 
-from .options import Parser, Refusal, above_zero, at_least
+from .options import Parser, Refusal, above_zero, at_least, model_source
 from .output import stdout_left_alone, wrote_json
 
 
 def add_check(parser: Parser) -> None:
     add = parser.add_argument
     add("--ranks", metavar="N", type=at_least(1), help="Ranks in a ring (default: all processes).")
-    add("--model", metavar="ID_OR_FOLDER", help="The job's model, or its config.json; it loads no weights.")
+    add("--model", metavar="ID_OR_FOLDER", type=model_source, help="The job's model, without its weights.")
     parser.add_pattern("The job's pattern (default: the model's, else exact).")
     text = "Seconds that processes wait for each other (default 60)."
     add("--timeout", metavar="SECONDS", type=above_zero(), default=60.0, help=text)

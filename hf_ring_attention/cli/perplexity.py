@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from .options import Parser, Refusal, checked, comma_list, pattern_or_file, text_file, token_count
+from .options import Parser, Refusal, checked, comma_list, model_source, pattern_or_file, text_file, token_count
 from .output import print_table, short_count, stdout_left_alone, tell_loading, wrote_json
 
 #: In place of a pattern's text: the pattern in the model's config.
@@ -88,7 +88,7 @@ def _files_and_lengths(args: Namespace) -> tuple[list[tuple[str, str]], list[int
     words = [*filter(None, [args.model]), *args.words]
     if not words or len(words) + len(args.text or ()) < 2:
         raise Refusal("a model and a text are needed: --model ID_OR_FOLDER --text FILE")
-    args.model, *names = words
+    args.model, *names = checked("--model", model_source, words[0]), *words[1:]
     files = [*(args.text or ()), *(checked("--text", text_file, name) for name in names)]
     lengths = list(dict.fromkeys(args.tokens or [args.text_tokens or USUAL_TOKENS]))
     if args.stride is not None and not (args.tokens and args.stride <= min(lengths)):

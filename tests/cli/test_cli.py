@@ -222,7 +222,8 @@ def test_a_model_is_known_by_its_short_name(tmp_path, gemma, refusal, command, m
     common, obstacle = importlib.import_module("common"), ["it is not installed"]
     replaced(monkeypatch, common, obstacle=lambda: obstacle[0], installed_model=lambda: gemma)
     words = "estimate --tokens 1k --model smollm2-135m"
-    assert "argument --model: it is not installed" in refusal(words)
+    for wrong in (words, f"perplexity smollm2-135m {gemma}/config.json", "check --model smollm2-135m"):
+        assert "argument --model: it is not installed" in refusal(wrong)
     obstacle[0] = None
     assert command(words) == command(f"estimate --tokens 1k --model {gemma}")
     (tmp_path / "calibrated").mkdir()
