@@ -113,13 +113,17 @@ def plot_layer(rows: Sequence[Mapping[str, Any]], tokens: int, path: Path) -> No
 
 
 def plot_decoding(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draws the milliseconds of a token and the MiB of the cache by the tokens in it, a line for each attention."""
+    """Draws the milliseconds of a token and the MiB of the cache by the tokens in it, a line for each attention.
+
+    The name of a line that ends before others says where.
+    """
     figure = _figure(8, 4)
-    axes = figure.subplots(1, 2)
+    axes, last = figure.subplots(1, 2), max(row["tokens"] for row in rows)
     for name, style in styles_of(dict.fromkeys(row["attention"] for row in rows)).items():
         own = [row for row in rows if row["attention"] == name]
         tokens, hollow = [row["tokens"] for row in own], style | {"fillstyle": "none"}
-        axes[0].plot(tokens, [row["ms"] for row in own], label=name_of(name), **hollow)
+        label = name_of(name) + f", measured to {tokens[-1] / 1024:g}k" * (tokens[-1] < last)
+        axes[0].plot(tokens, [row["ms"] for row in own], label=label, **hollow)
         axes[1].plot(tokens, [row["bytes"] / 2**20 for row in own], **hollow)
     for axis, label in zip(axes, ("milliseconds of a token", "MiB of the cache")):
         axis.set(xscale="log", yscale="log")
