@@ -9,6 +9,7 @@ import math
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,11 +20,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer, TrainingArguments
-from transformers.trainer_utils import seed_worker
+from transformers.trainer_utils import get_last_checkpoint, seed_worker
 
 from ..compute.foreign_code import globals_called, rebound
 from ..compute.private import PROBED, check, checkpoint_options, checkpointing_of, set_checkpointing
-from ..hf.model.config import settings_of, use_settings, warn_once
+from ..hf.model.config import differs_from_saved, settings_of, use_settings, warn_once
 from ..hf.model.support import attention_dropout
 from ..hf.model.wrappers import unwrapped
 from ..hf.patch import patch_model
@@ -73,6 +74,16 @@ class RingTrainingArguments(TrainingArguments):
     ring_kernel: str = field(default="auto", metadata={"help": "auto, fused, flash, cudnn, efficient or math"})
     offload_activations: bool = field(default=False, metadata={"help": "keep saved activations in host memory"})
     ring_keep_attention: bool = field(default=True, metadata={"help": "checkpointing keeps the results of attention"})
+    makes_rings = False
+
+    @property
+    def place_model_on_device(self) -> bool | None:
+        """As in `TrainingArguments`; each Trainer reads it, and one that makes no rings gets a ValueError."""
+        if (self.ring_size or 1) > 1 and not self.makes_rings:
+            raise ValueError(
+                f"ring_size={self.ring_size}, and this Trainer makes no rings: take ra.RingTrainer or mixin"
+            )
+        return super().place_model_on_device
 
 
 class RingTrainerMixin(SharedRollouts, _Trainer):
@@ -142,6 +153,7 @@ class RingTrainerMixin(SharedRollouts, _Trainer):
             size = cp_size
         settings = {name: self.ring_setting(f"ring_{name}") for name in ("layout", "transport", "heads", "kernel")}
         self.ring = Ring.from_accelerator(self.accelerator, size, **settings)
+        cast(Any, args).makes_rings = True
         if self.model is not None:
             patch_model(self.model, ring=self.ring)
         if getattr(args, "use_vllm", False):
@@ -254,11 +266,16 @@ class RingTrainerMixin(SharedRollouts, _Trainer):
             )
         self._told_not_finite = True
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Trains as Trainer does; if communication fails, the error names the processes that are gone."""
         self._told_not_finite, self._step_loss = False, 0.0
+        last = resume_from_checkpoint
+        if last is True:
+            last = get_last_checkpoint(self.args.output_dir or "")
+        if last and differs_from_saved(unwrapped(self.model).config, Path(last)) and self.is_world_process_zero():
+            logger.warning(f"{last} was trained under another pattern than the model's, under which training goes on")
         with naming_lost_processes():
-            return super().train(*args, **kwargs)
+            return super().train(resume_from_checkpoint, *args, **kwargs)
 
 
 def _keep_attention_in(model: nn.Module) -> str | None:

@@ -9,13 +9,14 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import ProfileKwargs
-from peft import PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch.utils.data import DataLoader
-from transformers import GPT2Config, GPT2LMHeadModel, get_scheduler
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, get_scheduler
 
 import hf_ring_attention as ra
 from tests.support.tolerance import allowed
 from tests.support.training import (
+    PLAIN_STEPS,
     assert_equal_runs,
     differences,
     documents,
@@ -177,6 +178,39 @@ def test_the_kernel_of_a_trainer(tmp_path):
     assert made.ring.kernel == "auto"
     with pytest.raises(ValueError, match=r"kernel must be one of 'auto', .*, got 'cutlass'"):
         ra.RingTrainer(tiny_llama(), args, ring_kernel="cutlass")
+
+
+def test_a_trainer_that_makes_no_rings_is_refused(tmp_path):
+    """Whoever changes the arguments alone would train data-parallel; one process and rings of one are as they were."""
+    options = {"use_cpu": True, "disable_tqdm": True, "report_to": []}
+    for size in (None, 1):
+        Trainer(tiny_llama(), ra.RingTrainingArguments(str(tmp_path), ring_size=size, **options))
+    args = ra.RingTrainingArguments(str(tmp_path), ring_size=2, **options)
+    with pytest.raises(
+        ValueError, match=r"ring_size=2, and this Trainer makes no rings: take ra\.RingTrainer or mixin"
+    ):
+        Trainer(tiny_llama(), args)
+    assert args.to_dict()["ring_size"] == 2
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["model", "adapters"])
+def test_a_run_that_goes_on_under_another_pattern_is_told(adapters, tmp_path, caplog):
+    def run(pattern, resume, steps):
+        caplog.clear()
+        model = ra.patch_model(tiny_llama(pattern=None), pattern)
+        if adapters:
+            model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=2))
+        args = ra.RingTrainingArguments(
+            str(tmp_path), **{**PLAIN_STEPS, "save_strategy": "steps"}, max_steps=steps, save_steps=1
+        )
+        rows = [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}] * 8
+        ra.RingTrainer(model, args, train_dataset=rows).train(resume_from_checkpoint=resume)
+        return [x.getMessage() for x in caplog.records if "another pattern" in x.getMessage()]
+
+    assert not run("window:4", None, 1) and not run("window:4", True, 2)
+    (told,) = run("exact", True, 3)
+    assert told.startswith(f"{tmp_path}/checkpoint-2 was trained under another pattern")
+    assert not run("exact", f"{tmp_path}/checkpoint-3", 4), "exact is saved without a pattern"
 
 
 # ---- what else a RingTrainer does: virtual tokens, 16 bits, steps that are not finite; and refusals

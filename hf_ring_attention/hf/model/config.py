@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Protocol, runtime_checkable
 
@@ -197,6 +199,19 @@ def settings_of(config: PretrainedConfig) -> Mapping[str, Any] | None:
     """Returns the patterns that `patch_config` has written into a text config; None without any."""
     settings: Mapping[str, Any] | None = getattr(config, IMPLEMENTATION, None)
     return settings
+
+
+def differs_from_saved(config: PretrainedConfig, folder: Path) -> bool:
+    """Whether a checkpoint of a model, or of adapters, was saved with other patterns than a config has."""
+    for file, part in ((folder / "config.json", "text_config"), (folder / "adapter_config.json", "auto_mapping")):
+        if file.is_file():
+            saved = json.loads(file.read_text(encoding="utf-8"))
+            saved = (saved.get(part) or saved).get(IMPLEMENTATION)
+            known = (
+                {"pattern": "exact", **(x or {}), "hint": _HINT} for x in (saved, settings_of(config.get_text_config()))
+            )
+            return next(known) != next(known)
+    return False
 
 
 def use_settings(config: PretrainedConfig, settings: Mapping[str, Any] | None) -> PretrainedConfig:
