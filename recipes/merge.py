@@ -22,7 +22,8 @@ import hf_ring_attention as ra
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
-    common.add_model(parser)
+    parser.add_argument("--model", type=common.model_source, required=True, help="folder with LoRA adapters")
+    parser.add_argument("--trust-remote-code", action="store_true", help=common.TRUST_HELP)
     parser.add_argument("--output", type=Path, required=True, help="new folder for the whole model and its tokenizer")
     kept = "data type of the saved weights (default float32)"
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help=kept)

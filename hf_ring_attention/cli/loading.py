@@ -35,6 +35,8 @@ def ring_of_processes() -> tuple[Ring, torch.device]:
 
 def load_tokenizer(source: str, trust: bool) -> Any:
     """Returns the tokenizer of a folder or hub id; a folder of adapters may leave it to their model."""
+    if Path(source, "calibration.json").is_file():
+        raise ValueError(f"{source} has no weights: --model MODEL --pattern {source}/calibration.json")
     adapters = Path(source, "adapter_config.json")
     if adapters.is_file() and not Path(source, "tokenizer_config.json").is_file():
         source = json.loads(adapters.read_text(encoding="utf-8"))["base_model_name_or_path"]
@@ -65,4 +67,5 @@ def _loaded(kind: Any, source: str, **settings: Any) -> Any:
     except (OSError, ValueError, NotImplementedError) as error:
         own_code = "trust_remote_code" in str(error)
         remedy = ". It brings its own code: read it, and pass --trust-remote-code if you trust it" if own_code else ""
-        raise ValueError(f"{source!r} cannot be loaded: {error}{remedy}") from None
+        reason = "it has no tokenizer: save its tokenizer there too" if "backend tokenizer" in str(error) else error
+        raise ValueError(f"{source!r} cannot be loaded: {reason}{remedy}") from None

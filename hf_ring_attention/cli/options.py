@@ -188,8 +188,6 @@ def text_for(read: Callable[[str], Any], text: str) -> str:
 
 def model_source(text: str) -> str:
     """Reads a file, or a model as the recipes do; `BUNDLED` becomes the folder that they make of its package."""
-    if (Path(text) / "calibration.json").is_file() and not (Path(text) / "config.json").is_file():
-        raise argparse.ArgumentTypeError(f"{text} has no weights: --model MODEL --pattern {text}/calibration.json")
     if Path(text).exists():
         return text
     sys.path.insert(0, str(next(place for place in RECIPE_FOLDERS if (place / "common.py").is_file())))

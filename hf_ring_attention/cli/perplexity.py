@@ -19,7 +19,7 @@ USUAL_PATTERNS, USUAL_TOKENS = ["exact", "window:512+4", "pyramid:512,3"], 4096
 
 def add_perplexity(parser: Parser) -> None:
     add = parser.add_argument
-    parser.add_model("A causal language model: hub id, folder, or smollm2-135m.")
+    parser.add_model("A causal language model: hub id, folder, or smollm2-135m. Needed, or as first word.")
     add("--text", metavar="FILE", type=text_file, nargs="+", action="extend", help="Texts in UTF-8.")
     add("words", metavar="MODEL TEXT_FILE ...", nargs="*", help="Short for --model MODEL --text TEXT_FILE ...")
     text = f"A pattern, a calibration.json, or own (the config's); one or several (default {' '.join(USUAL_PATTERNS)})."

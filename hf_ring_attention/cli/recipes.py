@@ -16,7 +16,7 @@ def add_recipes(parser: Parser) -> None:
 def recipes_command(args: Namespace) -> None:
     """Copy the recipes into a folder of your own, to start from.
 
-    finetune, finetune_trainer, retrieval, ask and merge are programs that you change, and no commands. Nothing is
+    finetune, finetune_trainer, retrieval, ask and merge are programs to change, not commands. Nothing is
     overwritten.
 
     Examples:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +41,7 @@ def gemma(tmp_path):
 def test_nothing_heavy_is_loaded_for_help_version_explain_and_models():
     script = """
 import sys
+from pathlib import Path
 from hf_ring_attention.cli.main import main
 
 assert "rich" not in sys.modules, "without rich, the command line names the package to install"
@@ -227,6 +229,7 @@ def test_a_model_is_known_by_its_short_name(tmp_path, gemma, refusal, command, m
     obstacle[0] = None
     assert command(words) == command(f"estimate --tokens 1k --model {gemma}")
     (tmp_path / "calibrated").mkdir()
+    (tmp_path / "calibrated" / "config.json").write_text((Path(gemma) / "config.json").read_text())
     (tmp_path / "calibrated" / "calibration.json").touch()
     error = refusal(f"perplexity --model {tmp_path}/calibrated --text {gemma}/config.json")
     assert f"calibrated has no weights: --model MODEL --pattern {tmp_path}/calibrated/calibration.json" in error

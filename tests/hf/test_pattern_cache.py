@@ -465,7 +465,7 @@ def test_drafts_beside_a_filled_cache(pattern, drafts):
     for cache in (ra.PatternCache(model), DynamicCache(), ra.prefill(model, ids[:, :29])):
         if not cache.get_seq_length():
             step(model, ids[:, :29], cache)
-        said = "holds 29 tokens, and position_ids go back to 0: pass later tokens, to generate"
+        said = "holds 29 tokens, and position_ids go back to 0: pass generate all tokens, those in the cache first"
         for options in (cache_argument(cache), cache_argument(cache) | {"attention_mask": None}):
             refused(said, model.generate, ids, max_new_tokens=16, do_sample=False, **drafts, **options)
 

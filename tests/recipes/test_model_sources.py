@@ -108,12 +108,17 @@ def test_a_model_in_the_cache_that_is_not_whole_names_the_folder_to_delete(cache
 
 
 def test_a_four_bit_file_is_told_once(monkeypatch, capsys):
-    monkeypatch.setattr(common, "installed_model", lambda: "nothing here")
+    monkeypatch.setattr(common, "_converted_model", lambda: "nothing here")
     common._tell_once.cache_clear()
     for load in (common.load_tokenizer, common.load_model):
         with pytest.raises(SystemExit):
             load()
-    assert capsys.readouterr().err.count("from a 4-bit file (Q4_1): the model on the hub has other figures") == 1
+    assert (
+        capsys.readouterr().err.count(
+            "from a 4-bit file (Q4_1), in nothing here: the model on the hub has other figures"
+        )
+        == 1
+    )
 
 
 def test_a_cache_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):

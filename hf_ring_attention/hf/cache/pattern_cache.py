@@ -35,9 +35,9 @@ class PatternCache(Cache):
     `cache_implementation` or `use_cache=False`. A step of generation then reads rows as they lie, without a plan.
 
     `crop` goes back to a length whose rows are all there: by the tokens of the last call, or further after
-    `activate_past_recording()`, which keeps all later rows until the next `crop`. Recurrent layers go back to the length at
-    which recording began, and to no other. `prefill` makes caches that the ranks of a ring share; these also go back to the end
-    of the prefilled tokens. A filled cache can be copied and pickled.
+    `activate_past_recording()`, which keeps all later rows until the call behind the next `crop`. Recurrent layers go back to
+    the length at which recording began, and to no other. `prefill` makes caches that the ranks of a ring share; these also go
+    back to the end of the prefilled tokens. A filled cache can be copied and pickled.
 
     Some models make other keys of those in their cache (DiffLlama) or share them among layers with several patterns
     (Gemma 4): of these every row is kept, and this is logged once.
@@ -189,7 +189,7 @@ class PatternCache(Cache):
 
     @property
     def recording(self) -> bool:
-        """Whether all later rows are kept until the next `crop`."""
+        """Whether all later rows are kept, until the call behind the next `crop`."""
         return bool([layer for layer in self._pattern_layers if layer.record_past])
 
     def _checked_mask(self, name: str, mask: Any, batch: int, seen: int, n: int) -> Tensor | None:

@@ -176,8 +176,8 @@ def _check_places(name: str, cache: Cache, arguments: Mapping[str, Any]) -> None
     wrong = (positions < before.to(positions.device)) & new.to(positions.device)
     if wrong.any():
         raise ValueError(
-            f"{name}: the cache holds {seen} tokens, and position_ids go back to {int(positions[wrong].min())}: pass later "
-            f"tokens, to generate torch.cat([document, question], 1), without assistant_model or prompt_lookup_num_tokens"
+            f"{name}: the cache holds {seen} tokens, and position_ids go back to {int(positions[wrong].min())}: pass "
+            f"generate all tokens, those in the cache first, without assistant_model or prompt_lookup_num_tokens"
         )
 
 
