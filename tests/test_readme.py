@@ -66,7 +66,7 @@ def without_blocks(page):
 
 FIRST, QUICK_START, PREAMBLE, TRAINER, TRL, ACCELERATE, SAVE = blocks(README, "python")
 PREFERENCES, LOOP, LONGER, CHOSEN = blocks(ROOT / "recipes" / "guide" / "training.md", "python")
-CHAT, RENDERED, QUESTIONS = blocks(ROOT / "recipes" / "guide" / "serving.md", "python")
+CHAT, QUESTIONS = blocks(ROOT / "recipes" / "guide" / "serving.md", "python")
 #: The model of the quick start, whose output is compared with the page: the tests have the copy of the demo.
 REAL_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 #: The tests add this to a snippet, to see its model at the end.
@@ -79,13 +79,17 @@ PROGRAMS = {
     "accelerate": PREAMBLE + ACCELERATE + TELL,
     "preferences": PREFERENCES + TELL,
     "longer": LONGER,
-    "chat": CHAT + RENDERED + QUESTIONS,
+    "chat": CHAT + QUESTIONS,
 }
 
 
 def save_inputs(folder):
     """A tiny model with a tokenizer of letters, texts, and pairs of answers."""
     save_tiny_checkpoint(folder / "model", "<end>", hidden_size=32, intermediate_size=64, max_position_embeddings=16384)
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<end>\n{% endfor %}"
+    (folder / "model" / "chat_template.jinja").write_text(
+        template + "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
     (folder / "texts").mkdir()
     for number in range(8):
         (folder / "texts" / f"{number}.txt").write_text(f"Chapter {number}. " + "The quick brown fox jumps. " * 30)
