@@ -109,7 +109,7 @@ def test_a_part_that_takes_long_tells_that_it_goes_on(short_demo, monkeypatch, c
 def test_the_minutes_of_a_calibration_follow_from_the_time_that_has_passed(short_demo, capsys):
     short_demo(3.5)
     told = re.search(r"no time for part 6, a calibration: with --minutes (\d+) it runs", capsys.readouterr().out)
-    assert int(told[1]) == 6  # 1.4 x 200 s, and a fifth more
+    assert int(told[1]) == 6  # 1.3 x 200 s, and a fifth more
     short_demo(told[1])
     assert "no time" not in capsys.readouterr().out
 
