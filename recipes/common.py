@@ -152,7 +152,7 @@ def add_model(parser: argparse.ArgumentParser, *, train: bool = False) -> None:
 
 
 def installed_model() -> Path:
-    """Returns the folder of the bundled model in Transformers' format, and tells of it once."""
+    """Returns the folder of the bundled model in Transformers' format, and names it once."""
     folder = _converted_model()
     if os.environ.get("RANK", "0") == "0":
         _tell_once(FOUR_BITS.format(folder))

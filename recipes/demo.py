@@ -52,7 +52,7 @@ LEARNED = "window:64+4"
 BUDGET, RIVAL = 0.25, "window:128+4"
 HERE = Path(__file__).parent
 BUSY = "The seconds of part 1 are too long, and compare nothing: run the demo again when the machine is idle."
-#: The seconds between two lines that tell that a part goes on.
+#: The seconds between two lines of a long part.
 HEARTBEAT = 25.0
 #: The time of the whole demo, as a multiple of the time of the parts before the calibration.
 WITH_CALIBRATION = 1.3

@@ -5,7 +5,7 @@ A ring of 2:   torchrun --nproc-per-node 2 recipes/layer.py
 Eight GPUs:    torchrun --nproc-per-node 8 recipes/layer.py --tokens 262144 --heads 32 --kv-heads 8 --head-dim 128
 
 Each process of a ring holds only its own tokens of the row. The printed memory is a process's peak, less what it held before
-it made its tokens. The time is the shortest of two runs. A line says if, even so, other programs kept this one waiting (Linux).
+it made its tokens. The time is the shortest of two runs. On Linux, times in which other programs kept it waiting are marked.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def plot_layer(rows: Sequence[Mapping[str, Any]], tokens: int, path: Path) -> No
 def plot_decoding(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draws the milliseconds of a token and the MiB of the cache by the tokens in it, a line for each attention.
 
-    The name of a line that ends before others says where.
+    A line that ends before others has its end in its name.
     """
     figure = _figure(8, 4)
     axes, last = figure.subplots(1, 2), max(row["tokens"] for row in rows)

@@ -241,8 +241,8 @@ def test_a_hub_that_is_not_reached_is_told_at_once(refusal, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("time.sleep", None)
     words = "explain --tokens 1k --ranks 2 --pattern exact --model"
-    told = "the hub was not reached, nor is the model in its cache: connect, or name a folder"
-    assert told in refusal(f"{words} nobody/nothing")
+    reason = "the hub was not reached, nor is the model in its cache: connect, or name a folder"
+    assert reason in refusal(f"{words} nobody/nothing")
     assert "argument --model: there is no folder './nothing' (from " in refusal(f"{words} ./nothing")
 
 

@@ -208,8 +208,8 @@ def test_a_run_that_goes_on_under_another_pattern_is_told(adapters, tmp_path, ca
         return [x.getMessage() for x in caplog.records if "another pattern" in x.getMessage()]
 
     assert not run("window:4", None, 1) and not run("window:4", True, 2)
-    (told,) = run("exact", True, 3)
-    assert told.startswith(f"{tmp_path}/checkpoint-2 was trained under another pattern")
+    (warning,) = run("exact", True, 3)
+    assert warning.startswith(f"{tmp_path}/checkpoint-2 was trained under another pattern")
     assert not run("exact", f"{tmp_path}/checkpoint-3", 4), "exact is saved without a pattern"
 
 
