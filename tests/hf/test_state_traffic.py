@@ -123,7 +123,7 @@ def test_bytes_of_gathered_rows_are_explained(model_type):
     ids, positions, _ = next(rows(24))
 
     def work(ring, model):
-        call = {"seq_len": 24, "world_size": 2, "batch_size": 2, "dtype": "float64"}
+        call = {"seq_len": 24, "ring_size": 2, "batch_size": 2, "dtype": "float64"}
         step = explain_layers(attention, layout=ring.layout, **call)
         parts = [call.traffic()[ring.rank] for numbers, call in step.calls for _ in numbers]
         parts += [of_layer for kind, of_layer in step.mixers for _ in kind.layers]

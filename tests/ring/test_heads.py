@@ -36,7 +36,7 @@ def test_processes(world_size, heads, ranks, rng):
 
 def test_reference_case():
     """131072 tokens over 8 ranks, 32/8 heads x 128 in bfloat16: MiB of a rank and layer; a ring moves 448 and 1312."""
-    call = {"seq_len": 131072, "world_size": 8, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    call = {"seq_len": 131072, "ring_size": 8, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
     said = ra.explain("exact", **call, transport="heads")
     assert [share.heads.forward.received / 2**20 for share in said.ranks] == [280.0] * 8
     assert [share.heads.backward.sent / 2**20 for share in said.ranks] == [280.0] * 8
@@ -64,7 +64,7 @@ def test_heads_that_do_not_divide_are_refused_on_every_rank(heads, kv_heads, wor
         return ring.traffic().hops
 
     assert run_simulated(call, world_size, transport="heads", heads=groups_of) == [0] * world_size
-    call = {"seq_len": 64, "world_size": world_size, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": 8}
+    call = {"seq_len": 64, "ring_size": world_size, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": 8}
     refused(said, ra.explain, "exact", **call, transport="heads", heads=groups_of)
     if groups_of is None:  # Other transports show no groups.
         said_of_others = ra.explain("exact", **call)

@@ -125,7 +125,7 @@ def test_plans_of_more_elements_than_32_bits_count(kind):
     for traffic in (ring_traffic, collective_traffic):
         moved = sum(traffic(problem, rank, sizes).forward.received for rank in range(world_size))
         assert moved == needed * sizes.row_bytes
-    sizes = {"seq_len": tokens, "world_size": world_size, "num_heads": heads, "head_dim": 128}
+    sizes = {"seq_len": tokens, "ring_size": world_size, "num_heads": heads, "head_dim": 128}
     call = ra.explain("exact", **sizes, layout=kind, transport="ring")
     of_last = (world_size - 1) * (tokens // world_size) * heads * 2 * 128 * 2
     assert max(share.collective.forward.received for share in call.ranks) == of_last > 2**33
