@@ -60,7 +60,7 @@ def commands(page):
 WITH_COMMANDS = [page for page in PAGES if page.stem != "tutorial" and commands(page)]
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_the_commands_of_a_page_run(page, tmp_path):
     reader = Reader(tmp_path)
