@@ -113,28 +113,26 @@ def plot_layer(rows: Sequence[Mapping[str, Any]], tokens: int, path: Path) -> No
 
 
 def plot_decoding(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draws the milliseconds of a token and the MiB of the cache by the tokens in it, a line for each attention.
-
-    A line that ends before others has its end in its name.
-    """
+    """Draws the milliseconds of a token and the MiB of the cache by the tokens in it, a line for each attention."""
     figure = _figure(8, 4)
-    axes, last = figure.subplots(1, 2), max(row["tokens"] for row in rows)
+    axes = figure.subplots(1, 2)
     for name, style in styles_of(dict.fromkeys(row["attention"] for row in rows)).items():
         own = [row for row in rows if row["attention"] == name]
         tokens, hollow = [row["tokens"] for row in own], style | {"fillstyle": "none"}
-        label = name_of(name) + f", measured to {tokens[-1] / 1024:g}k" * (tokens[-1] < last)
-        axes[0].plot(tokens, [row["ms"] for row in own], label=label, **hollow)
+        axes[0].plot(tokens, [row["ms"] for row in own], label=name_of(name), **hollow)
         axes[1].plot(tokens, [row["bytes"] / 2**20 for row in own], **hollow)
+    axes[1].set_yscale("log")
+    low, high = axes[1].get_ylim()
+    axes[1].set_yticks(
+        [step for power in range(7) for step in (10**power, 2 * 10**power, 5 * 10**power) if low <= step <= high]
+    )
+    axes[1].yaxis.set_major_formatter(lambda number, _: f"{number:g}")
+    axes[0].set_ylim(bottom=0)
     for axis, label in zip(axes, ("milliseconds of a token", "MiB of the cache")):
-        axis.set(xscale="log", yscale="log")
+        axis.set(xscale="log", xticks=sorted({row["tokens"] for row in rows}))
         axis.set_xlabel("tokens in the cache", fontsize=11)
         axis.set_ylabel(label, fontsize=11)
-        axis.set_xticks(sorted({row["tokens"] for row in rows}))
         axis.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}k")
-        low, high = axis.get_ylim()
-        steps = [digit * 10.0**power for power in range(-3, 7) for digit in (1, 2, 5)]
-        axis.set_yticks([step for step in steps if low <= step <= high])
-        axis.yaxis.set_major_formatter(lambda number, _: f"{number:g}")
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=4, fontsize=11, frameon=False)
