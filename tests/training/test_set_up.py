@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, get_scheduler
 
 import hf_ring_attention as ra
+from hf_ring_attention.hf.model.config import differs_from_saved
 from tests.support.tolerance import allowed
 from tests.support.training import (
     PLAIN_STEPS,
@@ -211,6 +212,14 @@ def test_a_run_that_goes_on_under_another_pattern_is_told(adapters, tmp_path, ca
     (warning,) = run("exact", True, 3)
     assert warning.startswith(f"{tmp_path}/checkpoint-2 was trained under another pattern")
     assert not run("exact", f"{tmp_path}/checkpoint-3", 4), "exact is saved without a pattern"
+
+
+def test_adapters_that_save_no_pattern_are_not_compared(tmp_path):
+    for task, differs in (("CAUSAL_LM", True), (None, False)):
+        model = ra.patch_model(tiny_llama(pattern=None), "window:4")
+        get_peft_model(model, LoraConfig(task_type=task, target_modules=["q_proj"], r=2)).save_pretrained(tmp_path)
+        assert differs_from_saved(ra.patch_model(model, "window:8").config, tmp_path) is differs
+        assert differs_from_saved(ra.patch_model(model, "window:4").config, tmp_path) is False
 
 
 # ---- what else a RingTrainer does: virtual tokens, 16 bits, steps that are not finite; and refusals

@@ -206,6 +206,8 @@ def differs_from_saved(config: PretrainedConfig, folder: Path) -> bool:
     for file, part in ((folder / "config.json", "text_config"), (folder / "adapter_config.json", "auto_mapping")):
         if file.is_file():
             saved = json.loads(file.read_text(encoding="utf-8"))
+            if part == "auto_mapping" and saved.get("task_type") is None:
+                return False  # Such adapters save no pattern.
             saved = (saved.get(part) or saved).get(IMPLEMENTATION)
             known = (
                 {"pattern": "exact", **(x or {}), "hint": _HINT} for x in (saved, settings_of(config.get_text_config()))
